@@ -1,0 +1,35 @@
+"""The few ways in which the engine fails, each with a message that says what to do next."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that a user may see; its text is one clear line."""
+
+    exit_status = 1
+
+
+class UsageError(EngineError):
+    """An option or setting is unknown, malformed or out of range."""
+
+    exit_status = 2
+
+
+class ModelError(EngineError):
+    """The model cannot run here: not an MoE, an unknown layout, a context that is too short."""
+
+
+class CheckpointError(EngineError):
+    """Files of the checkpoint are missing, cut off, or do not hold what the index promises."""
+
+
+class BudgetError(EngineError):
+    """The memory that was allowed does not hold what must fit in it."""
+
+
+class TransferError(EngineError):
+    """The link could not deliver an expert: a read failed or took longer than its timeout."""
+
+
+class Cancelled(EngineError):
+    """The caller asked to stop while something was loading."""
