@@ -1,0 +1,71 @@
+"""The KV cache: storage allocated once, a length for each sequence, drafts overwritten by verification."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache
+
+
+class KVCache(Cache):
+    """Keys and values of up to `sequences` sequences of up to `max_length` tokens.
+
+    Draft and target share it. A forward pass writes its rows at `starts`, which need not be the committed
+    lengths: the draft appends past them, and verification overwrites what the draft wrote. Only `commit`
+    moves a length, so nothing ever has to be cropped. Sliding-window layers keep every token here and are
+    masked to their window.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: int, sequences: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self.max_length = max_length
+        self.lengths = torch.zeros(sequences, dtype=torch.long)
+        self._storage: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
+        self._slots = torch.zeros(0, dtype=torch.long)
+        self._starts = torch.zeros(0, dtype=torch.long)
+
+    def begin(self, slots: torch.Tensor, starts: torch.Tensor) -> None:
+        """The next forward pass serves these sequence slots (batch,), writing row 0 of each at `starts` (batch,)."""
+        self._slots, self._starts = slots, starts
+
+    def commit(self, slot: int, length: int) -> None:
+        """Sequence `slot` now has `length` valid tokens."""
+        self.lengths[slot] = length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self._storage if pair for t in pair)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (batch, heads, rows, dim) at each sequence's start; returns all keys and values up to the longest."""
+        keys, values = self._storage[layer_idx] or self._allocate(layer_idx, key_states, value_states)
+        rows = key_states.shape[2]
+        for i, (slot, start) in enumerate(zip(self._slots.tolist(), self._starts.tolist(), strict=True)):
+            keys[slot, :, start : start + rows] = key_states[i]
+            values[slot, :, start : start + rows] = value_states[i]
+        end = int(self._starts.max()) + rows
+        if len(self._slots) == 1:
+            slot = int(self._slots)
+            return keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
+        return keys[self._slots, :, :end], values[self._slots, :, :end]
+
+    def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sequences = len(self.lengths)
+        pair = tuple(t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
+        self._storage[layer_idx] = pair
+        return pair
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._starts.max()) if len(self._starts) else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
+        return self._starts[:, None]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_length
