@@ -78,9 +78,10 @@ class StaticFiles:
     async def endpoint(self, request: Request) -> Response:
         try:
             path = (self._folder / request.path_params["path"]).resolve()
+            served = path.is_relative_to(self._folder) and path.suffix in TYPES and path.is_file()
         except (ValueError, OSError):  # a null byte, a name that is too long
-            return PlainTextResponse("not found", 404)
-        if not path.is_relative_to(self._folder) or path.suffix not in TYPES or not path.is_file():
+            served = False
+        if not served:
             return PlainTextResponse("not found", 404)
         return respond(request, await run_in_threadpool(path.read_bytes), TYPES[path.suffix], ALWAYS_ASK)
 

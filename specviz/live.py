@@ -103,13 +103,14 @@ class LiveSocket:
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            errors = [error for task in done if (error := task.exception()) is not None]
+            if errors:
+                raise errors[0]
         finally:
             hub.detach(viewer)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait(tasks)  # not gather: it would replace a cancellation of this very task by its own
 
     async def _send_events(self, socket: WebSocket, hub: RunHub, viewer: Viewer) -> None:
         """Send what is new, at most every 50 ms, until the run's last event went out."""
