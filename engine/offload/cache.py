@@ -1,0 +1,332 @@
+"""The expert cache: fixed slots a layer, filled by demand and prefetch over one link."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from engine.errors import BudgetError
+from engine.model.layout import ExpertTable
+from engine.offload.links import Link
+from engine.offload.policies import Plan, create_policy
+from engine.offload.slots import Shelf, Slot, slot_nbytes
+from engine.offload.stats import CacheObserver, CacheStats, Ledger, RoundCounts
+from engine.offload.stream import ExpertStream
+from engine.offload.transfer import DONE, Transfer
+
+TIMEOUT_S = 30.0
+
+
+class ExpertCache:
+    """Holds up to `slots_per_layer` experts of each layer in `dtype`, and loads others over `link`.
+
+    One thread streams; any may prefetch, resize or look. `policy` is a name of `create_policy`. A transfer that
+    makes no progress for `timeout_s` seconds is given up. Raises BudgetError for less than one slot a layer.
+    """
+
+    def __init__(
+        self,
+        table: ExpertTable,
+        slots_per_layer: int,
+        dtype: torch.dtype,
+        link: Link,
+        policy: str = "lookahead",
+        observer: CacheObserver | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.table = table
+        self.link = link
+        self.timeout_s = timeout_s
+        #: Guards everything; re-entrant, because a cancelled transfer may end inside the call that cancels it.
+        self.lock = threading.Condition(threading.RLock())
+        self._capacity = self._checked(slots_per_layer)
+        self._slot_nbytes = slot_nbytes(table.shape, dtype)
+        self._shelves = [Shelf(table.shape, dtype, self._capacity) for _ in range(table.layers)]
+        self._policy = create_policy(policy)
+        self._plan: Plan | None = None
+        self._stream: ExpertStream | None = None
+        self.ledger = Ledger(table.layers, observer)
+
+    # Streaming.
+
+    def stream(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        scores: Mapping[int, float] | None = None,
+        *,
+        stop: threading.Event | None = None,
+    ) -> ExpertStream:
+        """Lease each distinct one of `experts` once: resident ones first, late and missing ones as they arrive.
+
+        Hits, late ones and misses are counted now, and demands start now. A lease ends when the stream advances
+        or closes; fewer slots than experts is fine, a slot is refilled as soon as its lease ends. One stream is
+        open at a time: opening another closes it. The stream raises Cancelled once `stop` is set, TransferError
+        when an expert cannot be read.
+        """
+        with self.lock:
+            self._close_stream()
+            distinct = list(dict.fromkeys(experts))
+            self._policy.tick(layer)
+            for expert in distinct:
+                self._policy.touch(layer, expert, 1.0 if scores is None else scores.get(expert, 0.0))
+            stream = self._stream = ExpertStream(self, layer, distinct, stop)
+            hits, late = stream.adopt_present()
+            self.ledger.requested(layer, distinct, hits, late)
+            try:
+                stream.request()
+            except BaseException:
+                stream.close()
+                raise
+            return stream
+
+    # Looking ahead.
+
+    def prefetch(self, layer: int, expert: int, deadline: int) -> bool:
+        """Start to fetch `expert` ahead of its request, if a slot can be had; says whether it did.
+
+        Never evicts an expert that is leased or that the plan wants. Prefetches go by `deadline`, earliest first.
+        """
+        with self.lock:
+            if expert in self._shelves[layer].by_expert:
+                return False
+            slot = self._acquire(layer, spare=self._planned(layer))
+            if slot is None:
+                return False
+            self._policy.admit(layer, expert)
+            self._load(layer, expert, slot, "prefetch", deadline)
+            self.ledger.stats.prefetched += 1
+            return True
+
+    def plan(self, wanted: Plan | None) -> None:
+        """What the next verification wants, per layer: expert → gate weight. May still grow; None forgets it."""
+        with self.lock:
+            self._plan = wanted
+            self._policy.set_plan(wanted)
+
+    def cancel_unplanned(self) -> int:
+        """Cancel the prefetches on their way that the plan does not want; says how many."""
+        with self.lock:
+            return self._cancel(
+                (layer, slot)
+                for layer, shelf in enumerate(self._shelves)
+                for slot in shelf.slots
+                if slot.expert not in self._planned(layer)
+            )
+
+    def cancel_prefetches(self) -> int:
+        """Cancel all prefetches on their way but those that a stream waits for; says how many."""
+        with self.lock:
+            return self._cancel((layer, slot) for layer, shelf in enumerate(self._shelves) for slot in shelf.slots)
+
+    @property
+    def prefetching(self) -> int:
+        """Prefetches on their way."""
+        with self.lock:
+            return sum(
+                slot.transfer is not None and slot.transfer.cause == "prefetch" and not slot.draining
+                for shelf in self._shelves
+                for slot in shelf.slots
+            )
+
+    # Settings, and the ends of runs.
+
+    @property
+    def slots_per_layer(self) -> int:
+        """How many experts of each layer may be resident."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots allocated so far."""
+        with self.lock:
+            return self._slot_nbytes * sum(len(shelf.slots) for shelf in self._shelves)
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Bytes of all slots that may be allocated."""
+        return self._slot_nbytes * self._capacity * self.table.layers
+
+    def resize(self, slots_per_layer: int) -> None:
+        """Another number of slots a layer, at once; leased ones in excess go when they are released."""
+        with self.lock:
+            self._capacity = self._checked(slots_per_layer)
+            for layer, shelf in enumerate(self._shelves):
+                shelf.capacity = self._capacity
+                self.trim(layer)
+            self.lock.notify_all()
+
+    def set_policy(self, name: str) -> None:
+        """Another eviction policy, which starts to learn now. Raises UsageError for an unknown name."""
+        policy = create_policy(name)
+        with self.lock:
+            policy.set_plan(self._plan)
+            self._policy = policy
+
+    def settle(self) -> None:
+        """The run is over: close its stream, cancel its prefetches, and call what was never used wasted.
+
+        Experts stay resident.
+        """
+        with self.lock:
+            self._close_stream()
+            self.plan(None)
+            self.cancel_prefetches()
+            if not self.lock.wait_for(lambda: not self._in_flight(), self.timeout_s):
+                self.link.expire(self._in_flight(), self.timeout_s)
+            for shelf in self._shelves:
+                for slot in shelf.slots:
+                    self.ledger.settle_unused(slot, "wasted")
+
+    def reset(self) -> None:
+        """Empty the cache and its counts, so that contenders start alike; keeps the policy's kind."""
+        with self.lock:
+            self.settle()
+            for shelf in self._shelves:
+                for slot in list(shelf.slots):
+                    shelf.clear(slot)
+            self._policy = type(self._policy)()
+            self.ledger.clear()
+
+    def close(self) -> None:
+        """Settle and free all slots. The link stays open: it belongs to the caller."""
+        with self.lock:
+            self.settle()
+            for shelf in self._shelves:
+                for slot in list(shelf.slots):
+                    shelf.drop(slot)
+
+    # What it knows.
+
+    @property
+    def stats(self) -> CacheStats:
+        """A copy of the totals."""
+        with self.lock:
+            return dataclasses.replace(self.ledger.stats)
+
+    def take_round(self) -> RoundCounts:
+        """Counts since the last call, which start again from zero."""
+        with self.lock:
+            return self.ledger.take_round()
+
+    def resident(self) -> list[list[int]]:
+        """The resident experts of each layer."""
+        with self.lock:
+            return [shelf.resident() for shelf in self._shelves]
+
+    # For the stream; called with the lock held.
+
+    def find(self, layer: int, expert: int) -> Slot | None:
+        """The slot that holds or awaits `expert`."""
+        return self._shelves[layer].by_expert.get(expert)
+
+    def demand(self, layer: int, expert: int, wanted: int) -> Slot | None:
+        """Load `expert` now; None when no slot can be had yet. `wanted` slots are asked for, this one included."""
+        slot = self._acquire(layer)
+        if slot is None:
+            self._make_room(layer, wanted)
+            slot = self._acquire(layer)
+        if slot is not None:
+            self._load(layer, expert, slot, "demand", 0)
+        return slot
+
+    def cancel_slot(self, layer: int, slot: Slot) -> bool:
+        """Stop loading `slot`; it drains before it is used again."""
+        transfer = slot.transfer
+        if transfer is None or not self.link.cancel(transfer):
+            return False
+        if slot.transfer is transfer:
+            self._shelves[layer].clear(slot)
+        return True
+
+    def trim(self, layer: int) -> None:
+        """Give back slots in excess of the capacity, as far as nobody needs them."""
+        shelf = self._shelves[layer]
+        while len(shelf.slots) > shelf.capacity:
+            free = next((slot for slot in shelf.slots if slot.free), None) or self._evict(layer)
+            if free is None:
+                break
+            shelf.drop(free)
+        excess = len(shelf.slots) - shelf.capacity - sum(slot.draining for slot in shelf.slots)
+        if excess > 0:
+            self._cancel([(layer, slot) for slot in shelf.slots if slot.cancellable][:excess])
+
+    def stream_closed(self, stream: ExpertStream) -> None:
+        """`stream` holds nothing any more."""
+        self.trim(stream.layer)
+        if self._stream is stream:
+            self._stream = None
+
+    # Slots.
+
+    def _checked(self, slots_per_layer: int) -> int:
+        if slots_per_layer < 1:
+            raise BudgetError("the expert cache needs at least 1 slot a layer: allow it more memory")
+        return min(slots_per_layer, self.table.experts)
+
+    def _planned(self, layer: int) -> Mapping[int, float]:
+        return self._plan[layer] if self._plan else {}
+
+    def _acquire(self, layer: int, spare: Mapping[int, float] | None = None) -> Slot | None:
+        """A free slot, by eviction of any expert not in `spare` if need be."""
+        shelf = self._shelves[layer]
+        return shelf.take_free() or (self._evict(layer, spare or {}) if len(shelf.slots) <= shelf.capacity else None)
+
+    def _evict(self, layer: int, spare: Mapping[int, float] | None = None) -> Slot | None:
+        shelf = self._shelves[layer]
+        candidates = [expert for expert in shelf.evictable() if not spare or expert not in spare]
+        if not candidates:
+            return None
+        expert = self._policy.victim(layer, candidates)
+        slot = shelf.by_expert[expert]
+        self.ledger.evicted(layer, expert, slot)
+        shelf.clear(slot)
+        return slot
+
+    def _make_room(self, layer: int, wanted: int) -> None:
+        """Demands need `wanted` slots: cancel prefetches of the layer that this call does not ask for."""
+        slots = self._shelves[layer].slots
+        planned = self._planned(layer)
+        victims = sorted((s for s in slots if s.cancellable), key=lambda slot: slot.expert in planned)
+        draining = sum(slot.draining for slot in slots)
+        self._cancel([(layer, slot) for slot in victims[: max(0, wanted - draining)]])
+
+    def _cancel(self, slots: Iterable[tuple[int, Slot]]) -> int:
+        return sum(self.cancel_slot(layer, slot) for layer, slot in list(slots) if slot.cancellable)
+
+    def _load(self, layer: int, expert: int, slot: Slot, cause: str, deadline: int) -> None:
+        self._shelves[layer].put(expert, slot)
+        on_done = functools.partial(self._ended, layer, slot)
+        try:
+            # The lock is held: a transfer that ends at once waits in `_ended` until the slot knows it.
+            slot.transfer = self.link.submit(layer, expert, slot.flat, cause=cause, deadline=deadline, on_done=on_done)
+        except BaseException:
+            self._shelves[layer].clear(slot)
+            raise
+
+    def _ended(self, layer: int, slot: Slot, transfer: Transfer) -> None:
+        """The link is done with `transfer`; called in whatever thread it ended."""
+        with self.lock:
+            shelf = self._shelves[layer]
+            awaited = slot.pinned
+            self.ledger.ended(slot, transfer)
+            slot.transfer, slot.late = None, False
+            if transfer.abandoned:
+                shelf.drop(slot)
+            elif transfer.state != DONE:
+                shelf.clear(slot)
+            if awaited and self._stream is not None:
+                self._stream.arrived(slot, transfer)
+            self.trim(layer)
+            self.lock.notify_all()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def _in_flight(self) -> list[Transfer]:
+        return [slot.transfer for shelf in self._shelves for slot in shelf.slots if slot.transfer is not None]

@@ -1,0 +1,114 @@
+"""Which resident expert makes room for another.
+
+All policies judge within one layer. A decoder walks its layers in a circle, so one recency list over all layers
+evicts each expert just before its layer comes round again (measured: 2 % hits with half the experts resident).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from engine.errors import UsageError
+
+#: The lookahead buffer: for each layer the experts that are wanted, with their gate weight.
+Plan = Sequence[Mapping[int, float]]
+
+
+class Policy(ABC):
+    """Sees every request of a layer, and names a victim when a slot is needed."""
+
+    def tick(self, layer: int) -> None:  # noqa: B027 - most policies have no use for it
+        """A pass is about to request experts of `layer`."""
+
+    def set_plan(self, wanted: Plan | None) -> None:  # noqa: B027 - only lookahead looks ahead
+        """What the next verification wants, as far as it is known."""
+
+    @abstractmethod
+    def touch(self, layer: int, expert: int, score: float) -> None:
+        """`expert` is requested; `score` is its gate weight."""
+
+    def admit(self, layer: int, expert: int) -> None:  # noqa: B027 - only recency counts an arrival
+        """`expert` moves in ahead of any request."""
+
+    @abstractmethod
+    def victim(self, layer: int, candidates: Sequence[int]) -> int:
+        """The one of `candidates` (resident in `layer`, at least one) to evict."""
+
+
+class LRU(Policy):
+    """Least recently requested or admitted."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._last: dict[tuple[int, int], int] = {}
+
+    def touch(self, layer: int, expert: int, score: float) -> None:
+        self._clock += 1
+        self._last[layer, expert] = self._clock
+
+    def admit(self, layer: int, expert: int) -> None:
+        self.touch(layer, expert, 0.0)
+
+    def victim(self, layer: int, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda expert: self._last.get((layer, expert), 0))
+
+
+class LFU(LRU):
+    """Least often requested; the least recent one among equals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: dict[tuple[int, int], int] = defaultdict(int)
+
+    def touch(self, layer: int, expert: int, score: float) -> None:
+        super().touch(layer, expert, score)
+        self._requests[layer, expert] += 1
+
+    def admit(self, layer: int, expert: int) -> None:
+        super().touch(layer, expert, 0.0)
+
+    def victim(self, layer: int, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda e: (self._requests.get((layer, e), 0), self._last.get((layer, e), 0)))
+
+
+class Lookahead(Policy):
+    """Experts that the plan wants go last, else the lowest decayed gate score goes first.
+
+    The oracle of Belady evicts what is needed latest. The experts that the plan names in a layer are needed at the
+    same time, so all that it can tell apart is wanted or not.
+    """
+
+    DECAY = 0.9
+
+    def __init__(self) -> None:
+        self._scores: dict[int, dict[int, float]] = defaultdict(dict)
+        self._plan: Plan | None = None
+
+    def tick(self, layer: int) -> None:
+        scores = self._scores[layer]
+        for expert in scores:
+            scores[expert] *= self.DECAY
+
+    def set_plan(self, wanted: Plan | None) -> None:
+        self._plan = wanted
+
+    def touch(self, layer: int, expert: int, score: float) -> None:
+        scores = self._scores[layer]
+        scores[expert] = scores.get(expert, 0.0) + score
+
+    def victim(self, layer: int, candidates: Sequence[int]) -> int:
+        wanted = self._plan[layer] if self._plan else {}
+        scores = self._scores[layer]
+        return min(candidates, key=lambda expert: (expert in wanted, scores.get(expert, 0.0)))
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {"lookahead": Lookahead, "lru": LRU, "lfu": LFU}
+
+
+def create_policy(name: str) -> Policy:
+    """A fresh policy. Raises UsageError for an unknown name."""
+    if name not in _POLICIES:
+        raise UsageError(f"unknown policy {name!r}: use one of {', '.join(_POLICIES)}")
+    return _POLICIES[name]()
