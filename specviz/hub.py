@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from engine.events import Event, RunEnd, RunStart
 from specviz.wire import FRAME_BYTES, Batch, encode
@@ -52,12 +51,14 @@ class Viewer:
 
     async def wait(self, timeout: float) -> bool:
         """Sleep until there is something at the cursor; False when `timeout` seconds passed first."""
-        if self._run.arm(self):
-            return True
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._bell.wait(), timeout)
-        self._bell.clear()
-        return self._run.last_seq >= self.cursor
+        deadline = self._loop.time() + timeout
+        while not self._run.arm(self):  # a loop, since the bell may have rung for what was taken long ago
+            try:
+                await asyncio.wait_for(self._bell.wait(), deadline - self._loop.time())
+            except asyncio.TimeoutError:
+                return False
+            self._bell.clear()
+        return True
 
     def take(self, max_bytes: int = FRAME_BYTES) -> Batch | None:
         """The next frame, and move past it; None when there is nothing new."""

@@ -37,6 +37,8 @@ class EngineLike(Protocol):
         stop: threading.Event | None = None,
     ) -> list[dict[str, Any]]: ...
 
+    def knobs(self, options: GenerationConfig) -> KnobBlock: ...
+
     def close(self) -> None: ...
 
 
@@ -76,6 +78,7 @@ class Session:
         self.viewer_ttl = viewer_ttl
         self._load = load
         self._engine: EngineLike | None = None
+        self._link_pace: dict[str, Any] = {}
         self._waiting: deque[Run] = deque()
         self._runs: dict[str, Run] = {}
         self._current: Run | None = None
@@ -171,6 +174,7 @@ class Session:
         settings = run.settings
         try:
             engine = self._engine_for(run)
+            run.knobs.values.update(self._link_pace)
             self._set_state("running")
             engine.generate(
                 list(settings.prompts), settings.generation, knobs=run.knobs, emit=run.emit, stop=run.stopping
@@ -197,6 +201,9 @@ class Session:
 
         progress("model", 0, 0)
         self._engine = self._load(config, progress, run.unwanted)
+        # Only the engine knows what a preset comes to on this machine: it measured its own layers while loading.
+        paced = self._engine.knobs(run.settings.generation).values if config.link.preset else {}
+        self._link_pace = {name: paced[name] for name in ("link_gbps", "link_latency_us") if name in paced}
         return self._engine
 
     def _free_engine(self) -> None:

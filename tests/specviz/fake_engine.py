@@ -67,6 +67,9 @@ class FakeEngine:
         emit(ev.Round(end, index, 0, 0, 0, 0, 0, [token], [], t, t, t, end, 0))
         return end
 
+    def knobs(self, options: GenerationConfig) -> KnobBlock:
+        return KnobBlock(link_gbps=0.125, link_latency_us=10)
+
     def close(self) -> None:
         self.closed = True
 

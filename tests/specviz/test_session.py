@@ -154,6 +154,16 @@ def test_the_engine_is_loaded_anew_only_when_its_configuration_needs_it(session,
     assert session.wait_idle(10) and len(loader.engines) == 4
 
 
+def test_a_preset_link_runs_at_the_pace_that_the_engine_measured(session):
+    preset = EngineConfig(link=LinkConfig("emulated", preset="mixtral-a30"))
+    custom = EngineConfig(link=LinkConfig("emulated", gbps=3.0))
+    runs = [
+        session.start(settings(engine=config, knobs={"link_gbps": 3.0})) for config in (preset, preset, custom, preset)
+    ]
+    assert session.wait_idle(10)
+    assert [of_kind(run, "run_start")[0]["config"]["link_gbps"] for run in runs] == [0.125, 0.125, 3.0, 0.125]
+
+
 def test_knobs_are_acknowledged_with_their_version_and_last_of_a_burst_wins(session):
     run = session.start(RunSettings(("Once",), generation=LONG, knobs={"k": 2, "slots": 3}))
     wait_for(run, "round", 2)
