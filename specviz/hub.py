@@ -65,6 +65,8 @@ class Viewer:
         batch = self._run.read(self.cursor, max_bytes=max_bytes)
         if batch is not None:
             self.cursor = batch.end + 1
+            if self.channel == "websocket":
+                self._run.delivered = max(self._run.delivered, batch.end)
         return batch
 
     def ring(self) -> bool:
@@ -86,6 +88,7 @@ class RunHub:
         self.id = secrets.token_hex(6)
         self.token = secrets.token_urlsafe(24)
         self.last_seq = 0
+        self.delivered = 0  # what some websocket has sent, so that another channel can go on from there
         self.end: RunEnd | None = None
         self.start: RunStart | None = None
         self._capacity = capacity

@@ -1,0 +1,58 @@
+"""Opens the dashboard: `python app.py`, then the address that it prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+# Before gradio is imported: the page must ask nothing of the outside.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from engine.config import EMBEDDED_MODEL, EngineConfig  # noqa: E402
+from engine.errors import EngineError  # noqa: E402
+from specviz.session import Session  # noqa: E402
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    on_spaces = "SPACE_ID" in os.environ
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="0.0.0.0" if on_spaces else "127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=os.environ.get("GRADIO_SERVER_PORT", "7860"))
+    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a directory or a Hugging Face id")
+    parser.add_argument("--share", action="store_true", help="make a public link through Gradio's tunnel")
+    parser.add_argument("--open", action="store_true", help="open a browser")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if Path(args.model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing needs the hub
+    from specviz.ui import build, launch_kwargs
+
+    session = Session()
+    try:
+        EngineConfig(model=args.model)
+        build(session, args.model).launch(
+            server_name=args.host,
+            server_port=args.port,
+            share=args.share,
+            inbrowser=args.open,
+            **launch_kwargs(session),
+        )
+    except EngineError as error:
+        print(f"app.py: {error}", file=sys.stderr)
+        return error.exit_status
+    except OSError:
+        print(f"app.py: port {args.port} is in use: stop the other program or choose another --port", file=sys.stderr)
+        return 1
+    finally:
+        session.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

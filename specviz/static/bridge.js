@@ -1,0 +1,70 @@
+/**
+ * Carries what Gradio's own events bring to the panels: which run to attach to, batches while the
+ * websocket is closed, and the buttons below the controls.
+ */
+
+const base = new URL("../", import.meta.url);
+let current = null; // {run, token} of this page's last run
+let next = 1; // the first sequence number that the generator has not brought yet
+let filling = Promise.resolve();
+
+/** Adds what a skipped value held: Gradio drops all but the newest of values that come while a tab is hidden. */
+async function feed(batch) {
+  const run = current;
+  if (!run || batch.run !== run.run) return;
+  if (batch.from > next && next > 1) {
+    const missing = await fetchEvents(run, next);
+    if (run !== current) return;
+    if (missing.length) {
+      const to = missing[missing.length - 1].seq;
+      window.specviz?.feed({ v: 1, run: run.run, from: next, to, events: missing, lost: 0 });
+    }
+  }
+  next = Math.max(next, batch.to + 1);
+  window.specviz?.feed(batch);
+}
+
+async function fetchEvents(run, from) {
+  try {
+    const response = await fetch(`${exportUrl(run, "events.ndjson")}?from=${from}`);
+    const text = response.ok ? await response.text() : "";
+    return text.split("\n").filter(Boolean).map((line) => JSON.parse(line));
+  } catch {
+    return []; // the reducer counts the gap as lost
+  }
+}
+
+function exportUrl(run, name) {
+  return new URL(`export/${run.run}/${run.token}/${name}`, base).href;
+}
+
+function receive(text) {
+  let message;
+  try {
+    message = JSON.parse(text);
+  } catch {
+    return; // the empty value with which the page starts
+  }
+  if (message.op === "attach") {
+    current = { run: message.run, token: message.token };
+    next = 1;
+    window.specviz?.attach(current);
+  } else if (message.op === "feed") {
+    filling = filling.then(() => feed(message.batch));
+  }
+}
+
+/** Saves the current run, or the recording while there is no run yet. */
+function download(name) {
+  const link = document.createElement("a");
+  if (current) {
+    link.href = exportUrl(current, name);
+  } else {
+    link.href = new URL("recording.ndjson", base).href;
+    name = "recording.ndjson";
+  }
+  link.download = name;
+  link.click();
+}
+
+window.specvizBridge = { receive, download, clicked: () => window.specviz?.clicked?.() };

@@ -1,0 +1,179 @@
+"""The controls beside the panels: a prompt, what to load, and the engine's own knobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from engine.config import DRAFTS, DTYPES, KNOBS, CacheBudget, EngineConfig, GenerationConfig, Knob, LinkConfig
+from engine.control.presets import PRESETS
+from specviz.runs import RunSettings
+
+EXAMPLES = (
+    "Once upon a time, there was a little girl named Lily who",
+    "Tom had a red kite.",
+    "The little frog was",
+    "One day, a big dog and a small cat went to the park. They",
+)
+CUSTOM_LINK = "emulated"
+LINKS = [
+    ("This machine's disk", "disk"),
+    *[(f"Emulated: {machine.label}", f"emulated:{name}") for name, machine in PRESETS.items()],
+    ("Emulated: bandwidth and latency below", CUSTOM_LINK),
+]
+DRAFT_LABELS = {"none": "none (plain decoding)"}
+LINK_KNOBS = ("link_gbps", "link_latency_us")
+#: A slider cannot be set finely over more steps than a screen has pixels; such knobs are number fields.
+SLIDER_STEPS = 5000
+
+
+@dataclass(frozen=True)
+class KnobControl:
+    """A knob's component; `auto` is the checkbox of an "auto or a number" knob."""
+
+    knob: Knob
+    value: gr.components.Component
+    auto: gr.Checkbox | None = None
+
+    @property
+    def components(self) -> list[gr.components.Component]:
+        return [self.value] if self.auto is None else [self.auto, self.value]
+
+    def setting(self, values: Sequence[Any]) -> Any:
+        """The knob's value from those of `components`."""
+        return "auto" if self.auto is not None and values[0] else values[-1]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """All inputs of a run. `settings` reads them in the order of `components`."""
+
+    model: str
+    prompt: gr.Textbox
+    link: gr.Dropdown
+    draft: gr.Dropdown
+    dtype: gr.Radio
+    knobs: dict[str, KnobControl]
+
+    @property
+    def components(self) -> list[gr.components.Component]:
+        knobs = [component for control in self.knobs.values() for component in control.components]
+        return [self.prompt, self.link, self.draft, self.dtype, *knobs]
+
+    def settings(self, values: Sequence[Any]) -> RunSettings:
+        """What the page asks for. Raises UsageError for what is out of range."""
+        prompt, link, draft, dtype, *rest = values
+        chosen: dict[str, Any] = {}
+        for name, control in self.knobs.items():
+            count = len(control.components)
+            chosen[name] = control.knob.check(control.setting(rest[:count]))
+            rest = rest[count:]
+        live = {name: value for name, value in chosen.items() if KNOBS[name].live}
+        request = {name: value for name, value in chosen.items() if not KNOBS[name].live}
+        return RunSettings(
+            prompts=(prompt or "",),
+            engine=EngineConfig(
+                model=self.model,
+                dtype=dtype,
+                draft=draft,
+                policy=chosen["policy"],
+                prefetch=chosen["prefetch"],
+                cache=CacheBudget(slots=chosen["slots"]),
+                link=_link(link, chosen),
+            ),
+            generation=GenerationConfig(**request, k=chosen["k"], k_max=chosen["k_max"]),
+            knobs=live,
+        )
+
+
+def _link(choice: str, chosen: dict[str, Any]) -> LinkConfig:
+    if choice == CUSTOM_LINK:
+        return LinkConfig("emulated", gbps=chosen["link_gbps"], latency_us=chosen["link_latency_us"])
+    return LinkConfig.parse(choice)
+
+
+def create_prompt() -> gr.Textbox:
+    """The prompt and openings to click on."""
+    prompt = gr.Textbox(
+        EXAMPLES[0], label="Prompt", lines=3, max_lines=8, elem_id="sv-prompt", info="The model goes on from here."
+    )
+    gr.Examples([[text] for text in EXAMPLES], [prompt], label="Openings", api_name="load_example")
+    return prompt
+
+
+def create_controls(model: str, prompt: gr.Textbox) -> Controls:
+    """Everything but the prompt, generated from the engine's knobs. `model` is the one the page runs."""
+    limits = model_limits(model)
+    knobs: dict[str, KnobControl] = {}
+
+    def add(*names: str) -> None:
+        knobs.update({name: create_knob(KNOBS[name], limits.get(name)) for name in names})
+
+    with gr.Accordion("Draft", open=True):
+        add("k", "k_max")
+        draft = gr.Dropdown(
+            [(DRAFT_LABELS.get(name, name), name) for name in DRAFTS], value="self-int4", label="Draft · next run",
+            info="A quantized copy of the experts that stays in fast memory.", elem_id="sv-draft",
+        )  # fmt: skip
+    with gr.Accordion("Experts", open=True):
+        add("slots", "policy", "prefetch", "prefetch_depth")
+    with gr.Accordion("Link", open=True):
+        link = gr.Dropdown(
+            LINKS, value="disk", label="Slow tier · next run", elem_id="sv-link",
+            info="An emulated link is paced so that this machine waits as the named one would.",
+        )  # fmt: skip
+        with gr.Column(visible=False) as custom:
+            add(*LINK_KNOBS)
+        link.change(
+            lambda choice: gr.update(visible=choice == CUSTOM_LINK), link, custom,
+            queue=False, show_progress="hidden", api_name="show_link", api_visibility="private",
+        )  # fmt: skip
+    with gr.Accordion("Sampling and length", open=False):
+        add("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        dtype = gr.Radio(list(DTYPES), value="float32", label="Precision · next run", elem_id="sv-dtype")
+    missing = KNOBS.keys() - knobs.keys()
+    if missing:
+        with gr.Accordion("More", open=False):
+            add(*sorted(missing))
+    return Controls(model, prompt, link, draft, dtype, {name: knobs[name] for name in KNOBS})
+
+
+def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:
+    """The component that fits the knob's kind; `maximum` narrows its range to what the model has."""
+    label = f"{knob.label}{f', {knob.unit}' if knob.unit else ''} · {'live' if knob.live else 'next run'}"
+    common: dict[str, Any] = {"label": label, "info": knob.help, "elem_id": f"sv-{knob.name}", "interactive": True}
+    if knob.kind == "choice":
+        return KnobControl(knob, gr.Radio(list(knob.choices), value=knob.default, **common))
+    top = min(knob.maximum, maximum or knob.maximum)
+    if knob.kind == "auto_int":
+        auto = gr.Checkbox(knob.default == "auto", label=f"{knob.label}: auto · live", elem_id=f"sv-{knob.name}-auto")
+        start = knob.minimum if knob.default == "auto" else knob.default
+        return KnobControl(knob, gr.Slider(knob.minimum, top, max(start, 4), step=1, **common), auto)
+    step = 1 if knob.kind == "int" else knob.step
+    if (top - knob.minimum) / step > SLIDER_STEPS:
+        precision = 0 if knob.kind == "int" else None
+        number = gr.Number(
+            knob.default, minimum=knob.minimum, maximum=top, step=step, precision=precision, **common
+        )  # fmt: skip
+        return KnobControl(knob, number)
+    return KnobControl(knob, gr.Slider(knob.minimum, top, min(knob.default, top), step=step, **common))
+
+
+def model_limits(model: str) -> dict[str, float]:
+    """Upper ends of sliders that the model itself sets, where its config.json is at hand."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    limits = {
+        "slots": experts,
+        "prefetch_depth": config.get("num_hidden_layers"),
+        "max_new_tokens": config.get("max_position_embeddings"),
+    }
+    return {name: limit for name, limit in limits.items() if isinstance(limit, int) and limit > 0}

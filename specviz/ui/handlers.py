@@ -1,0 +1,88 @@
+"""What the controls do: start a run and stand by it, move a knob, stop.
+
+A browser keeps only its run's id and token (in gr.State); the run itself belongs to the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from engine.config import Knob
+from engine.errors import EngineError, UsageError
+from specviz.hub import Viewer
+from specviz.runs import Run
+from specviz.session import Session
+from specviz.ui.controls import Controls
+
+#: (run id, token), or None before the first run.
+RunRef = tuple[str, str] | None
+
+GRACE_S = 3.0
+TURN_S = 0.15
+TURN_BYTES = 256 * 1024
+IDLE_S = 1.0
+
+
+async def generate(session: Session, controls: Controls, values: list[Any]) -> AsyncIterator[tuple[str, RunRef]]:
+    """Start a run and yield (message, run): how to attach, then what the websocket does not carry, then the end.
+
+    Messages are JSON texts for bridge.js. The generator stays with the run until it ends, as one of its viewers.
+    """
+    try:
+        run = session.start(controls.settings(values))
+    except EngineError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    ref = (run.id, run.token)
+    viewer = run.hub.attach(1, "generator")
+    try:
+        yield json.dumps({"op": "attach", "run": run.id, "token": run.token}), ref
+        async for frame in fallback(run, viewer):
+            yield f'{{"op":"feed","batch":{frame}}}', ref
+        end = run.hub.end
+        assert end is not None
+        if end.error:
+            gr.Warning(end.error, title="The run failed")
+        done = {"op": "end", "run": run.id, "status": end.status, "error": end.error, "results": end.summary}
+        yield json.dumps(done), ref
+    finally:
+        run.hub.detach(viewer)
+
+
+async def fallback(run: Run, viewer: Viewer) -> AsyncIterator[str]:
+    """Frames for a page whose websocket has not been open for `GRACE_S` seconds; returns at the run's end."""
+    hub = run.hub
+    last_open = time.monotonic()
+    while True:
+        await viewer.wait(IDLE_S)
+        if hub.watched_by("websocket"):
+            last_open = time.monotonic()
+        viewer.cursor = max(viewer.cursor, hub.delivered + 1)
+        if time.monotonic() - last_open > GRACE_S and (batch := viewer.take(TURN_BYTES)) is not None:
+            yield batch.to_json()
+        if hub.end is not None and viewer.cursor > hub.last_seq:
+            return
+        await asyncio.sleep(TURN_S)  # a page that gets more than it can draw lags behind
+
+
+def move_knob(session: Session, knob: Knob, ref: RunRef, value: Any) -> None:
+    """Pass a moved knob to this browser's run; without one, the value waits for the next Generate."""
+    run = session.find(*ref) if ref else None
+    if run is None or run.over or value is None:
+        return
+    try:
+        run.set_knob(knob.name, value)
+    except UsageError as error:
+        gr.Warning(str(error))
+
+
+def stop(session: Session, ref: RunRef) -> None:
+    """Stop this browser's run, if it has one."""
+    run = session.find(*ref) if ref else None
+    if run is not None:
+        run.stop()

@@ -1,0 +1,132 @@
+"""The page: controls on the left, the host of all panels on the right, and what ties them to the session."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from engine.config import EMBEDDED_MODEL
+from specviz.assets import PlotlyScript
+from specviz.server import create_routes
+from specviz.session import Session
+from specviz.ui import handlers
+from specviz.ui.controls import Controls, KnobControl, create_controls, create_prompt
+from specviz.ui.panels import create_host, head
+
+TITLE = "SpecViz"
+INTRO = (
+    "# SpecViz\n"
+    "Speculative decoding on a Mixture-of-Experts model whose experts do not fit in fast memory. "
+    "Press **Generate**, then move a knob and watch what it does."
+)
+EXPORTS = {"trace.json": "Perfetto trace", "events.ndjson": "Events", "summary.json": "Summary"}
+#: Live events must neither cover the page with a progress overlay nor wait in a queue behind a run.
+QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+QUEUE_SIZE = 64
+
+
+def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
+    """The whole page for one engine session; `model` is what its runs load."""
+    with gr.Blocks(title=TITLE, fill_width=True, analytics_enabled=False) as demo:
+        run_ref = gr.State(None)
+        # "hidden" keeps it in the page, so that its change event fires; False would leave it out.
+        wire = gr.Textbox(visible="hidden", elem_id="sv-wire", label="events")
+        with gr.Row(elem_id="sv-page", equal_height=False):
+            with gr.Column(scale=1, min_width=300, elem_id="sv-controls"):
+                gr.Markdown(INTRO, elem_id="sv-intro")
+                prompt = create_prompt()
+                with gr.Row(elem_id="sv-actions"):
+                    go = gr.Button("Generate", variant="primary", elem_id="sv-generate")
+                    halt = gr.Button("Stop", variant="stop", elem_id="sv-stop")
+                controls = create_controls(model, prompt)
+                _create_downloads()
+            with gr.Column(scale=4, min_width=320, elem_id="sv-panels"):
+                create_host()
+        _bind_run(session, controls, go, halt, wire, run_ref)
+        for control in controls.knobs.values():
+            if control.knob.live:
+                _bind_knob(session, control, run_ref)
+    # The session keeps the line of runs and says when it is full; this bound only guards the server's memory.
+    return demo.queue(max_size=QUEUE_SIZE)
+
+
+def _create_downloads() -> None:
+    with gr.Accordion("Download this run", open=False):
+        gr.Markdown("Open the trace at ui.perfetto.dev, or in any viewer of Chrome traces.")
+        with gr.Row():
+            for name, label in EXPORTS.items():
+                button = gr.Button(label, size="sm", elem_id=f"sv-download-{name.split('.')[0]}")
+                button.click(None, js=f"() => window.specvizBridge?.download({name!r})", **_named(f"download_{name}"))
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {**QUIET, "api_name": name.split(".")[0]}
+
+
+def _bind_run(
+    session: Session, controls: Controls, go: gr.Button, halt: gr.Button, wire: gr.Textbox, run_ref: gr.State
+) -> None:
+    async def generate(*values: Any) -> AsyncIterator[tuple[str, handlers.RunRef]]:
+        """Generate text; yields JSON messages: attach (run and token), feed (events), end (status and results)."""
+        async for message in handlers.generate(session, controls, list(values)):
+            yield message
+
+    def stop(ref: handlers.RunRef) -> None:
+        handlers.stop(session, ref)
+
+    go.click(
+        generate, controls.components, [wire, run_ref], api_name="generate", show_progress="hidden",
+        trigger_mode="once", concurrency_id="engine", concurrency_limit=session.max_waiting + 2,
+        js="(...values) => { window.specvizBridge?.clicked(); return values; }",
+    )  # fmt: skip
+    wire.change(None, wire, js="(message) => { window.specvizBridge?.receive(message); }", **_named("receive"))
+    halt.click(stop, run_ref, api_name="stop", trigger_mode="multiple", **QUIET)
+
+
+def _bind_knob(session: Session, control: KnobControl, run_ref: gr.State) -> None:
+    """Tell the run about each move of a live knob, whether by mouse, keys or its number box."""
+    knob, auto, value = control.knob, control.auto, control.value
+
+    def moved(ref: handlers.RunRef, setting: Any) -> None:
+        handlers.move_knob(session, knob, ref, setting)
+
+    def fixed(ref: handlers.RunRef, setting: Any) -> bool:
+        """Whoever moves the slider wants its number, so "auto" ends."""
+        moved(ref, setting)
+        return False
+
+    def switched(ref: handlers.RunRef, on: bool, setting: Any) -> None:
+        moved(ref, "auto" if on else setting)
+
+    always_last: dict[str, Any] = {"trigger_mode": "always_last", **QUIET}
+    if auto is not None:
+        value.input(fixed, [run_ref, value], auto, api_name=f"set_{knob.name}", **always_last)
+        auto.input(switched, [run_ref, auto, value], api_name=f"set_{knob.name}_auto", **always_last)
+    elif isinstance(value, gr.Number):
+        # Not .input: halfway through typing 0.05 stands 0, which is out of range.
+        gr.on([value.submit, value.blur], moved, [run_ref, value], api_name=f"set_{knob.name}", **always_last)
+    else:
+        value.input(moved, [run_ref, value], api_name=f"set_{knob.name}", **always_last)
+
+
+def launch_kwargs(session: Session) -> dict[str, Any]:
+    """Arguments for `launch` that the page cannot do without.
+
+    `ssr_mode` must be off: the Node server in front of the page would refuse the websocket.
+    """
+    plotly = PlotlyScript()
+    sans, mono = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # plain names: nothing is fetched
+    kwargs: dict[str, Any] = {
+        "ssr_mode": False,
+        "app_kwargs": {"routes": create_routes(session, plotly=plotly)},
+        "theme": gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=sans, font_mono=mono),
+        "head": head(plotly.digest),
+        "footer_links": ["api", "settings"],
+        "show_error": True,
+    }
+    if "run_history" in inspect.signature(gr.Blocks.launch).parameters:  # since gradio 6.24
+        kwargs["run_history"] = False
+    return kwargs
