@@ -18,14 +18,14 @@ CAPACITY = 1.5  # places an expert, as a multiple of an even share; tokens beyon
 
 def stories_config(**changes: object) -> Qwen3MoeConfig:
     """The architecture of the embedded model: 11 M parameters, of which a token uses 3 M."""
-    settings: dict[str, object] = dict(
-        vocab_size=4096, hidden_size=192, num_hidden_layers=8, head_dim=64,
-        num_attention_heads=3, num_key_value_heads=1, intermediate_size=768,
-        num_experts=16, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True,
-        max_position_embeddings=1024, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True, router_aux_loss_coef=0.01,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    settings: dict[str, object] = {
+        "vocab_size": 4096, "hidden_size": 192, "num_hidden_layers": 8, "head_dim": 64,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 768,
+        "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+        "max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True, "router_aux_loss_coef": 0.01,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
     return Qwen3MoeConfig(**(settings | changes))
 
 

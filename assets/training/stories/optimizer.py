@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
     """Momentum, then an orthogonal step. Takes matrices, or stacks of them (one for each expert)."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.1) -> None:
-        super().__init__(matrices, dict(lr=lr, momentum=momentum, decay=decay))
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
