@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 8
 VIEWER_TTL_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+PROGRESS_S = 0.1
 
 
 class EngineLike(Protocol):
@@ -53,6 +55,21 @@ def load_engine(
     from engine.engine import Engine
 
     return Engine.load(config, progress=progress, cancelled=cancelled)
+
+
+class Progress:
+    """Tells a run how its model loads: each new stage, each end of one, and at most ten times a second between."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stage = ""
+        self._due = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == self._stage and done != total and time.monotonic() < self._due:
+            return
+        self._stage, self._due = stage, time.monotonic() + PROGRESS_S
+        self._run.emit(Load(t=0, stage=stage, done_bytes=done, total_bytes=total))
 
 
 class SessionFull(EngineError):
@@ -196,9 +213,7 @@ class Session:
         self._set_state("loading")
         self._free_engine()  # first: two models may not fit
 
-        def progress(stage: str, done: int, total: int) -> None:
-            run.emit(Load(t=0, stage=stage, done_bytes=done, total_bytes=total))
-
+        progress = Progress(run)
         progress("model", 0, 0)
         self._engine = self._load(config, progress, run.unwanted)
         # Only the engine knows what a preset comes to on this machine: it measured its own layers while loading.

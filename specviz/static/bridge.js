@@ -8,16 +8,20 @@ let current = null; // {run, token} of this page's last run
 let next = 1; // the first sequence number that the generator has not brought yet
 let filling = Promise.resolve();
 
-/** Adds what a skipped value held: Gradio drops all but the newest of values that come while a tab is hidden. */
+/**
+ * Passes a batch on, after what is missing before it: Gradio drops all but the newest of the values that come
+ * while a tab is hidden, and a websocket may close with frames under way.
+ */
 async function feed(batch) {
   const run = current;
   if (!run || batch.run !== run.run) return;
-  if (batch.from > next && next > 1) {
-    const missing = await fetchEvents(run, next);
+  const wanted = Math.max(next, (window.specviz?.state?.seq ?? 0) + 1);
+  if (batch.from > wanted) {
+    const missing = await fetchEvents(run, wanted);
     if (run !== current) return;
     if (missing.length) {
       const to = missing[missing.length - 1].seq;
-      window.specviz?.feed({ v: 1, run: run.run, from: next, to, events: missing, lost: 0 });
+      window.specviz?.feed({ v: 1, run: run.run, from: wanted, to, events: missing, lost: 0 });
     }
   }
   next = Math.max(next, batch.to + 1);

@@ -18,7 +18,6 @@ EXAMPLES = (
     "Once upon a time, there was a little girl named Lily who",
     "Tom had a red kite.",
     "The little frog was",
-    "One day, a big dog and a small cat went to the park. They",
 )
 CUSTOM_LINK = "emulated"
 LINKS = [
@@ -99,9 +98,7 @@ def _link(choice: str, chosen: dict[str, Any]) -> LinkConfig:
 
 def create_prompt() -> gr.Textbox:
     """The prompt and openings to click on."""
-    prompt = gr.Textbox(
-        EXAMPLES[0], label="Prompt", lines=3, max_lines=8, elem_id="sv-prompt", info="The model goes on from here."
-    )
+    prompt = gr.Textbox(EXAMPLES[0], label="Prompt", lines=3, max_lines=8, elem_id="sv-prompt")
     gr.Examples([[text] for text in EXAMPLES], [prompt], label="Openings", api_name="load_example")
     return prompt
 
@@ -121,7 +118,7 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
             info="A quantized copy of the experts that stays in fast memory.", elem_id="sv-draft",
         )  # fmt: skip
     with gr.Accordion("Experts", open=True):
-        add("slots", "policy", "prefetch", "prefetch_depth")
+        add("slots", "policy", "prefetch")
     with gr.Accordion("Link", open=True):
         link = gr.Dropdown(
             LINKS, value="disk", label="Slow tier · next run", elem_id="sv-link",
@@ -133,8 +130,8 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
             lambda choice: gr.update(visible=choice == CUSTOM_LINK), link, custom,
             queue=False, show_progress="hidden", api_name="show_link", api_visibility="private",
         )  # fmt: skip
-    with gr.Accordion("Sampling and length", open=False):
-        add("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    with gr.Accordion("Length, sampling and more", open=False):
+        add("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefetch_depth")
         dtype = gr.Radio(list(DTYPES), value="float32", label="Precision · next run", elem_id="sv-dtype")
     missing = KNOBS.keys() - knobs.keys()
     if missing:

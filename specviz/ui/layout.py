@@ -39,8 +39,8 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
                 gr.Markdown(INTRO, elem_id="sv-intro")
                 prompt = create_prompt()
                 with gr.Row(elem_id="sv-actions"):
-                    go = gr.Button("Generate", variant="primary", elem_id="sv-generate")
-                    halt = gr.Button("Stop", variant="stop", elem_id="sv-stop")
+                    go = gr.Button("Generate", variant="primary", min_width=120, elem_id="sv-generate")
+                    halt = gr.Button("Stop", variant="stop", min_width=80, elem_id="sv-stop")
                 controls = create_controls(model, prompt)
                 _create_downloads()
             with gr.Column(scale=4, min_width=320, elem_id="sv-panels"):
