@@ -72,14 +72,14 @@ class LiveSocket:
             await socket.close(POLICY_VIOLATION)
             return
         await socket.accept()
-        code = NORMAL
-        with suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: sending after the peer closed
+        # Whatever we send now may find the peer gone: starlette says so with either of these.
+        with suppress(WebSocketDisconnect, RuntimeError):
+            code = NORMAL
             try:
                 await self._talk(socket)
             except Refused as refusal:
                 code = refusal.code
                 await send(socket, op="error", message=str(refusal))
-        with suppress(RuntimeError):
             await socket.close(code)
 
     async def _talk(self, socket: WebSocket) -> None:
