@@ -1,0 +1,60 @@
+// The frame that all panels share: a title put as a question, one live sentence, the picture, and its table.
+
+import { button, el, setText } from "./dom.js";
+
+const TABLE_ROWS = 200;
+/** How often an open table is rebuilt, in ms: faster could not be read. */
+const TABLE_EVERY = 500;
+
+/**
+ * A panel. `table()` gives {head: [...], rows: [[...]]} when the table is open.
+ * Returns {root, body, actions, say(sentence), refreshTable(now)}.
+ */
+export function createPanel({ id, title, question, table }) {
+  const heading = el("h3", { class: "sv-title", id: `sv-${id}-title` }, el("span", { text: title }));
+  heading.append(el("span", { class: "sv-question", text: question }));
+  const sentence = el("p", { class: "sv-sentence", id: `sv-${id}-sentence` });
+  const actions = el("div", { class: "sv-actions" });
+  const body = el("div", { class: "sv-body" });
+  const holder = el("div", { class: "sv-table", tabindex: "0", role: "region", "aria-label": `${title}: the numbers` });
+  holder.hidden = true;
+  let drawn = -Infinity;
+
+  const toggle = button("Table", `The numbers of “${title}” as a table`, () => {
+    holder.hidden = !holder.hidden;
+    toggle.setAttribute("aria-pressed", String(!holder.hidden));
+    drawn = -Infinity;
+    refreshTable(performance.now());
+  }, false);
+  toggle.setAttribute("aria-controls", (holder.id = `sv-${id}-table`));
+
+  function refreshTable(now) {
+    if (holder.hidden || now - drawn < TABLE_EVERY) return;
+    drawn = now;
+    holder.replaceChildren(build(table(), title));
+  }
+
+  const root = el(
+    "section",
+    { class: `sv-panel sv-panel-${id}`, "aria-labelledby": heading.id, data: { panel: id } },
+    el("header", { class: "sv-panel-head" }, heading, actions),
+    sentence,
+    body,
+    holder,
+  );
+  // Panels add their own buttons before this one.
+  actions.append(toggle);
+  return { root, body, actions, toggle, say: (text) => setText(sentence, text), refreshTable };
+}
+
+function build({ head, rows }, title) {
+  const shown = rows.slice(-TABLE_ROWS);
+  const caption = rows.length > shown.length ? `${title}: the last ${TABLE_ROWS} of ${rows.length} rows` : title;
+  return el(
+    "table",
+    {},
+    el("caption", { text: caption }),
+    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
+    el("tbody", {}, ...shown.map((row) => el("tr", {}, ...row.map((cell) => el("td", { text: String(cell ?? "–") }))))),
+  );
+}

@@ -1,0 +1,80 @@
+// Why this draft length: k over rounds, the reasons in words, and where a person's knob took effect.
+
+import { el } from "../dom.js";
+import { value } from "../format.js";
+import { createPanel } from "../panel.js";
+import { Plot, knobMarks } from "../plots.js";
+import { colours } from "../theme.js";
+
+const REASONS = 5;
+
+export function createGovernor({ state, plotter }) {
+  const panel = createPanel({
+    id: "governor",
+    title: "Governor",
+    question: "Why this draft length?",
+    table: () => ({
+      head: ["round", "k", "who", "reason"],
+      rows: (state.figures?.governor.series ?? []).map((c) => [c.round, c.k, who(c), c.reason]),
+    }),
+  });
+  const plot = new Plot({
+    label: "Draft length by round", height: 210, plotter,
+    figure: () => governorFigure(state.figures, panel.root),
+  });
+  const list = el("ol", { class: "sv-reasons", "aria-label": "The latest reasons" });
+  panel.body.append(el("div", { class: "sv-pair sv-pair-wide" }, plot.node, list));
+  let shown = null;
+
+  function draw({ governor, knobs }) {
+    const { latest } = governor;
+    panel.say(latest ? `${words(latest)}.`.replace("..", ".") : "The first choice comes with the first round.");
+    plot.invalidate();
+    const notes = recent(governor.series, knobs);
+    const key = JSON.stringify(notes);
+    if (key === shown) return;
+    shown = key;
+    list.replaceChildren(...notes.map(([round, text, kind]) =>
+      el("li", { class: `sv-reason sv-reason-${kind}` }, el("b", { text: `Round ${round}` }), el("span", { text }))));
+  }
+
+  return { root: panel.root, draw, reset: () => (shown = null), refreshTable: panel.refreshTable };
+}
+
+const words = (choice) => `k = ${choice.k}, ${who(choice)}: ${choice.reason.replace(/^k = \d+ (was |is )?/, "")}`;
+
+const who = (choice) => (choice.probing ? "a probe" : choice.auto ? "the governor" : "by hand");
+
+/** The latest changes of k or of a knob, newest first; rounds that only repeat a choice say nothing new. */
+function recent(series, knobs) {
+  const notes = series
+    .filter((choice, i) => i === 0 || choice.k !== series[i - 1].k || choice.auto !== series[i - 1].auto)
+    .map((choice) => [choice.round, words(choice), choice.auto ? "auto" : "hand"]);
+  const moved = knobs.map((knob) => [knob.round, `${knob.name}: ${value(knob.old)} → ${value(knob.new)}`, "knob"]);
+  return [...notes.slice(-REASONS), ...moved.slice(-REASONS)].sort((a, b) => b[0] - a[0]).slice(0, REASONS);
+}
+
+function governorFigure({ governor, knobs }, node) {
+  const looks = colours(node);
+  const { series } = governor;
+  const probes = series.filter((choice) => choice.probing);
+  const marks = (name, choices, marker) => ({
+    name, type: "scatter", mode: "markers", x: choices.map((c) => c.round), y: choices.map((c) => c.k), marker,
+    hovertemplate: "round %{x}: k = %{y}<extra></extra>",
+  });
+  return {
+    data: [
+      {
+        name: "k", type: "scatter", mode: "lines", x: series.map((c) => c.round), y: series.map((c) => c.k),
+        line: { shape: "hv", color: looks.draft, width: 2.5 }, hovertemplate: "round %{x}: k = %{y}<extra></extra>",
+      },
+      marks("probe", probes, { color: looks.corrected, size: 7, symbol: "diamond" }),
+    ],
+    layout: {
+      margin: { l: 46, r: 10, t: 40, b: 44 },
+      xaxis: { title: { text: "round" } },
+      yaxis: { title: { text: "draft length k" }, dtick: 2, range: [-0.4, Math.max(4, ...series.map((c) => c.k)) + 0.8] },
+      ...knobMarks(node, knobs, (knob) => knob.round),
+    },
+  };
+}

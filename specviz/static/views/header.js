@@ -1,0 +1,158 @@
+// The big numbers, what the run is doing, and the facts needed to read everything else.
+
+import { el, setText } from "../dom.js";
+import { DASH, bytes, clock, duration, integer, number, percent, plural } from "../format.js";
+
+const MODES = {
+  idle: ["waiting", "No run yet"],
+  live: ["live", "Events come over a websocket"],
+  compat: ["compat mode", "The websocket did not open: the same events come through Gradio's own stream"],
+  reconnecting: ["reconnecting", "The connection broke; it resumes where it was"],
+  recording: ["recording", "A recorded real run, played again"],
+};
+const MEMORY = ["shared", "draft", "cache", "kv"];
+const MEMORY_LABELS = { shared: "shared weights", draft: "draft experts", cache: "cache slots", kv: "KV" };
+
+const TILES = [
+  ["rate", "Speed", "tokens/s", "Tokens emitted in the last second; below, over the whole run"],
+  ["length", "Accepted length", "tokens a round", "1 + accepted draft tokens / rounds that drafted"],
+  ["hits", "Expert hit rate", "of requests", "(hits + late) / requests; late ones were still on the link when needed"],
+  ["overlap", "Overlap", "of transfer time", "Time of transfers that ran under compute / time of transfers"],
+  ["stall", "Stall", "of decoding time", "Time that the engine waited for an expert / time of decoding"],
+];
+
+/** The header. `draw(figures, state, now)`; `tools` is where the replay controls go. */
+export function createHeader() {
+  const badge = el("span", { class: "sv-badge" });
+  const phase = el("span", { class: "sv-phase" });
+  const time = el("span", { class: "sv-clock" });
+  const tools = el("div", { class: "sv-tools" });
+  const progress = el("progress", { class: "sv-progress", max: 1, "aria-label": "Loading the model" });
+  const notice = el("p", { class: "sv-notice", role: "alert" });
+  const tiles = Object.fromEntries(TILES.map((tile) => [tile[0], createTile(...tile)]));
+  const facts = el("dl", { class: "sv-facts" });
+  const memory = el("div", { class: "sv-memory" });
+  const root = el(
+    "section",
+    { class: "sv-header", "aria-label": "The run at a glance" },
+    el("div", { class: "sv-status" }, badge, phase, time, progress, tools),
+    notice,
+    el("div", { class: "sv-tiles" }, ...Object.values(tiles).map((tile) => tile.root)),
+    el("div", { class: "sv-about" }, facts, memory),
+  );
+  let known = null;
+
+  function draw(figures, state, now) {
+    const [name, title] = MODES[state.mode];
+    setText(badge, state.mode === "recording" && state.label ? `recording · ${state.label}` : name);
+    badge.dataset.mode = state.mode;
+    badge.title = title;
+    setText(phase, phaseText(figures));
+    setText(time, clockText(figures, state, now));
+    drawProgress(figures);
+    const message = figures.run.error ?? state.message;
+    setText(notice, message ?? (figures.lost ? `${plural(figures.lost, "event")} did not arrive: figures are a little low.` : ""));
+    notice.hidden = !notice.textContent;
+    drawTiles(figures);
+    if (figures.facts !== known || figures.experts.slots_per_layer !== facts.slots) {
+      known = figures.facts;
+      facts.slots = figures.experts.slots_per_layer;
+      drawFacts(facts, memory, figures);
+    }
+  }
+
+  function drawProgress({ run, load }) {
+    progress.hidden = run.status !== "loading" || !load;
+    if (progress.hidden) return;
+    if (load.total_bytes) progress.value = load.done_bytes / load.total_bytes;
+    else progress.removeAttribute("value");
+  }
+
+  function drawTiles({ time: times, acceptance, experts, overlap }) {
+    tiles.rate.set(number(times.rate), `mean ${number(times.mean_rate)} · ${plural(acceptance.emitted, "token")}`);
+    const { mean_length: length, rate } = acceptance;
+    tiles.length.set(number(length), length === null ? "no draft yet" : `${percent(rate)} of verified drafts accepted`);
+    const late = experts.requests ? experts.late / experts.requests : null;
+    tiles.hits.set(percent(experts.hit_rate), `${percent(late)} late · ${integer(experts.misses)} missed`);
+    const { overlapped_ns: hidden, transfer_ns: all } = overlap;
+    tiles.overlap.set(percent(overlap.overlap), all ? `${duration(hidden)} of ${duration(all)}` : "no transfer yet");
+    tiles.stall.set(percent(times.stall_share), `${duration(times.stall_ns)} of ${duration(times.decode_ns || null)}`);
+  }
+
+  return { root, tools, draw, reset: () => (known = null) };
+}
+
+function createTile(id, label, unit, title) {
+  const value = el("span", { class: "sv-tile-value", text: DASH });
+  const sub = el("span", { class: "sv-tile-sub", text: " " });
+  const root = el(
+    "div",
+    { class: `sv-tile sv-tile-${id}`, title },
+    el("span", { class: "sv-tile-label", text: label }),
+    el("span", { class: "sv-tile-line" }, value, el("span", { class: "sv-tile-unit", text: unit })),
+    sub,
+  );
+  return {
+    root,
+    set(text, below) {
+      setText(value, text);
+      setText(sub, below);
+    },
+  };
+}
+
+/** Where the run is, in a word or two. */
+export function phaseText({ run, load }) {
+  if (run.status === "loading" && load) {
+    const share = load.total_bytes ? ` ${percent(load.done_bytes / load.total_bytes)} of ${bytes(load.total_bytes)}` : "";
+    return `loading ${load.stage}${share}`;
+  }
+  if (run.status === "waiting") return "queued";
+  if (run.status === "running") return { prefill: "reading the prompt", decode: "decoding" }[run.phase] ?? run.phase ?? "starting";
+  return run.status;
+}
+
+function clockText({ run, t }, state, now) {
+  if (state.mode === "recording") return clock(t / 1e9);
+  if (state.began === null) return "";
+  const over = ["finished", "stopped", "failed"].includes(run.status);
+  if (over) state.ended ??= now;
+  return clock(((over ? state.ended : now) - state.began) / 1000);
+}
+
+function drawFacts(facts, memory, { facts: run, experts }) {
+  facts.replaceChildren();
+  memory.replaceChildren();
+  if (!run) return;
+  const { model, link, config, machine } = run;
+  const rows = [
+    ["Model", `${model.name} · ${model.moe_layers} layers × ${model.experts} experts, top-${model.top_k} · ${model.dtype}`],
+    ["Expert", bytes(model.expert_bytes)],
+    ["Slots", `${experts.slots_per_layer} of ${model.experts} a layer`],
+    ["Link", link.emulated && !/emulated/i.test(link.label) ? `${link.label} (emulated)` : link.label],
+    ["Draft", config.draft],
+    ["Machine", [machine.cpu, machine.cores && plural(machine.cores, "core"), machine.device].filter(Boolean).join(" · ")],
+  ];
+  for (const [term, text] of rows) {
+    if (text === undefined || text === null) continue;
+    const emulated = term === "Link" && link.emulated ? "sv-fact sv-emulated" : "sv-fact";
+    facts.append(el("div", { class: emulated }, el("dt", { text: term }), el("dd", { text: String(text) })));
+  }
+  drawMemory(memory, run.memory);
+}
+
+function drawMemory(node, memory) {
+  const total = memory.total || MEMORY.reduce((all, part) => all + (memory[part] ?? 0), 0);
+  if (!total) return;
+  const words = MEMORY.map((part) => `${MEMORY_LABELS[part]} ${bytes(memory[part] ?? 0)}`).join(", ");
+  const bar = el("div", { class: "sv-bar", role: "img", "aria-label": `Fast memory ${bytes(total)}: ${words}` });
+  const legend = el("div", { class: "sv-bar-legend" }, el("span", { text: `Fast memory ${bytes(total)}` }));
+  for (const part of MEMORY) {
+    const share = (memory[part] ?? 0) / total;
+    bar.append(el("span", { class: `sv-bar-part sv-memory-${part}`, style: `flex-grow:${share}` }));
+    legend.append(
+      el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-memory-${part}` }), `${MEMORY_LABELS[part]} ${bytes(memory[part] ?? 0)}`),
+    );
+  }
+  node.append(bar, legend);
+}

@@ -1,0 +1,75 @@
+// Does it pay? Tokens a second, and where the time goes.
+
+import { el, setText } from "../dom.js";
+import { duration, number, percent } from "../format.js";
+import { createPanel } from "../panel.js";
+import { Plot, knobMarks } from "../plots.js";
+import { colours } from "../theme.js";
+
+const PARTS = [["draft", "draft"], ["verify", "verify"], ["stall", "stall"], ["other", "other"]];
+
+export function createSpeed({ state, plotter }) {
+  const panel = createPanel({
+    id: "speed",
+    title: "Speed",
+    question: "Does it pay?",
+    table: () => ({
+      head: ["round", "at", "tokens/s, last second", "tokens/s, whole run"],
+      rows: (state.figures?.time.series ?? []).map((p) => [p.round, duration(p.t), number(p.rate), number(p.mean)]),
+    }),
+  });
+  const plot = new Plot({
+    label: "Tokens a second over time", height: 230, plotter,
+    figure: () => speedFigure(state.figures, panel.root),
+  });
+  const bar = el("div", { class: "sv-bar sv-bar-time", role: "img" });
+  const parts = Object.fromEntries(PARTS.map(([name]) => [name, el("span", { class: `sv-bar-part sv-time-${name}` })]));
+  bar.append(...Object.values(parts));
+  const values = {};
+  const legend = el("div", { class: "sv-bar-legend" }, ...PARTS.map(([name, label]) => {
+    values[name] = el("b", { text: "–" });
+    return el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-time-${name}` }), label, values[name]);
+  }));
+  panel.body.append(plot.node, el("h4", { text: "Where the decoding time goes" }), bar, legend);
+
+  function draw({ time }) {
+    for (const [name] of PARTS) {
+      const share = time.decode_ns ? time[`${name}_ns`] / time.decode_ns : 0;
+      parts[name].style.flexGrow = String(Math.max(0, share));
+      setText(values[name], time.decode_ns ? percent(share) : "–");
+    }
+    bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
+    panel.say(sentence(time));
+    plot.invalidate();
+  }
+
+  return { root: panel.root, draw, refreshTable: panel.refreshTable };
+}
+
+function speedFigure({ time, knobs }, node) {
+  const looks = colours(node);
+  const xs = time.series.map((p) => p.t / 1e9);
+  const line = (name, key, style) => ({
+    name, type: "scatter", mode: "lines", x: xs, y: time.series.map((p) => p[key]), line: style,
+    hovertemplate: "%{x:.2f} s: %{y:.1f} tokens/s<extra></extra>",
+  });
+  return {
+    data: [
+      line("last second", "rate", { color: looks.accepted, width: 2 }),
+      line("whole run", "mean", { color: looks.muted, width: 2, dash: "dash" }),
+    ],
+    layout: {
+      margin: { l: 52, r: 10, t: 40, b: 44 },
+      xaxis: { title: { text: "time (s)" }, rangemode: "tozero" },
+      yaxis: { title: { text: "tokens/s" }, rangemode: "tozero" },
+      ...knobMarks(node, knobs, (knob) => knob.t / 1e9),
+    },
+  };
+}
+
+function sentence(time) {
+  if (!time.decode_ns) return "Speed shows with the first round.";
+  const [name, ns] = [["drafting", time.draft_ns], ["verifying", time.verify_ns], ["waiting for experts", time.stall_ns]]
+    .reduce((most, item) => (item[1] > most[1] ? item : most));
+  return `${number(time.rate)} tokens/s in the last second, ${number(time.mean_rate)} over the run; most time went into ${name} (${percent(ns / time.decode_ns)}).`;
+}

@@ -1,0 +1,211 @@
+// The hero: what the engine computed while experts crossed the link, and where it had to wait.
+
+import { button, canvas, el, setText, tooltip } from "../dom.js";
+import { duration, percent, value } from "../format.js";
+import { createPanel } from "../panel.js";
+import { colours, onThemeChange, reducedMotion } from "../theme.js";
+import { HEIGHT, LANES, drawTimeline, hatch, plotArea, sliceAt } from "./timeline_draw.js";
+
+/** Rounds that the picture spans while it follows the run. */
+const FOLLOW_ROUNDS = 7;
+const SHORTEST = 2e4;
+const KEYS = { w: "in", s: "out", a: "left", d: "right", "+": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right" };
+
+export function createTimeline({ state, wake }) {
+  const panel = createPanel({
+    id: "timeline",
+    title: "Overlap timeline",
+    question: "What is hidden, and what stalls?",
+    table: () => timelineTable(state.scene),
+  });
+  const picture = canvas({ tabindex: "0", role: "img", "aria-describedby": "sv-timeline-sentence" }, HEIGHT, () => changed());
+  picture.node.setAttribute("aria-label", "Timeline of computation and transfers. W and S zoom, A and D move, F fits, Space freezes.");
+  const tip = tooltip(picture.box);
+  const formula = el("p", { class: "sv-formula" });
+  const view = { start: 0, end: 1e8, follow: true };
+  let looks = colours(panel.root);
+  let pattern = null;
+  let stale = true;
+
+  const follow = button("Follow", "Keep the latest rounds in view (Space)", () => setFollow(!view.follow), true);
+  panel.toggle.before(
+    follow,
+    button("Fit", "Show the whole run (F)", fit),
+    button("+", "Zoom in (W)", () => zoom(0.6)),
+    button("−", "Zoom out (S)", () => zoom(1 / 0.6)),
+  );
+  panel.body.append(picture.box, createKey(), formula, el("p", {
+    class: "sv-hint",
+    text: "Drag to move. Click the picture, then use the wheel or W A S D to zoom and move, F to fit, Space to freeze.",
+  }));
+  onThemeChange(() => {
+    looks = colours(panel.root);
+    pattern = null;
+    changed();
+  });
+
+  function changed() {
+    stale = true;
+    wake();
+  }
+
+  function setFollow(on) {
+    view.follow = on;
+    follow.setAttribute("aria-pressed", String(on));
+    setText(follow, on ? "Follow" : "Frozen");
+    changed();
+  }
+
+  function fit() {
+    setFollow(false);
+    view.start = firstTime(state.scene);
+    view.end = Math.max(state.metrics.t, view.start + SHORTEST);
+  }
+
+  function zoom(factor, share = 0.5) {
+    setFollow(false);
+    const span = view.end - view.start;
+    const wanted = Math.max(SHORTEST, Math.min(span * factor, Math.max(state.metrics.t * 1.5, 1e8)));
+    view.start += (span - wanted) * share;
+    view.end = view.start + wanted;
+  }
+
+  function move(share) {
+    setFollow(false);
+    const by = (view.end - view.start) * share;
+    view.start += by;
+    view.end += by;
+  }
+
+  /** Glide towards the latest rounds; true while still on the way. */
+  function chase() {
+    const rounds = state.scene.rounds.slice(-FOLLOW_ROUNDS);
+    const latest = state.metrics.t;
+    const first = rounds.length ? rounds[0].start : firstTime(state.scene);
+    const target = { start: Math.min(first, latest - SHORTEST), end: latest + (latest - first) * 0.02 };
+    const jump = reducedMotion() || Math.abs(target.end - view.end) > 3 * (target.end - target.start);
+    const step = jump ? 1 : 0.22;
+    view.start += (target.start - view.start) * step;
+    view.end += (target.end - view.end) * step;
+    const left = Math.abs(target.end - view.end) + Math.abs(target.start - view.start);
+    return left > (view.end - view.start) / 2000;
+  }
+
+  function draw(figures) {
+    panel.say(sentence(figures));
+    const { overlapped_ns: hidden, transfer_ns: all, overlap } = figures.overlap;
+    setText(formula, all
+      ? `overlap = time of transfers under compute / time of transfers = ${duration(hidden)} / ${duration(all)} = ${percent(overlap)}`
+      : "overlap = time of transfers under compute / time of transfers");
+    stale = true;
+  }
+
+  /** Every frame: only paints when something changed or the picture glides. */
+  function frame() {
+    const gliding = view.follow && chase();
+    if ((stale || gliding) && picture.width) {
+      stale = false;
+      pattern ??= hatch(picture.context, looks.stall);
+      drawTimeline(picture, view, state.scene, looks, pattern);
+    }
+    return gliding;
+  }
+
+  listen(picture, { view, zoom, move, fit, setFollow, toggle: () => setFollow(!view.follow), tip, state, changed });
+  return {
+    root: panel.root,
+    draw,
+    frame,
+    refreshTable: panel.refreshTable,
+    reset() {
+      Object.assign(view, { start: 0, end: 1e8 });
+      setFollow(true);
+      tip.hide();
+    },
+  };
+}
+
+function listen(picture, { view, zoom, move, fit, toggle, tip, state, setFollow, changed }) {
+  const { node } = picture;
+  const pointers = new Map();
+  const share = (event) => {
+    const area = plotArea(picture.width);
+    return Math.max(0, Math.min(1, (event.offsetX - area.left) / area.width));
+  };
+  node.addEventListener("wheel", (event) => {
+    // Only once the picture was clicked (or with Ctrl), so that scrolling the page does not get stuck here.
+    if (document.activeElement !== node && !event.ctrlKey) return;
+    event.preventDefault();
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) move((event.deltaX || event.deltaY) / 1500);
+    else zoom(Math.exp(event.deltaY / 500), share(event));
+  }, { passive: false });
+  node.addEventListener("pointerdown", (event) => {
+    pointers.set(event.pointerId, event.offsetX);
+    node.setPointerCapture(event.pointerId);
+  });
+  for (const type of ["pointerup", "pointercancel"]) node.addEventListener(type, (event) => pointers.delete(event.pointerId));
+  node.addEventListener("pointermove", (event) => {
+    if (!pointers.has(event.pointerId)) return hover(event);
+    const before = [...pointers.values()];
+    const dx = event.offsetX - pointers.get(event.pointerId);
+    pointers.set(event.pointerId, event.offsetX);
+    if (pointers.size === 2) {
+      const after = [...pointers.values()];
+      zoom(Math.abs(before[0] - before[1]) / Math.max(8, Math.abs(after[0] - after[1])));
+    } else if (dx) {
+      move(-dx / plotArea(picture.width).width);
+    }
+  });
+  node.addEventListener("pointerleave", () => tip.hide());
+  node.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+    const action = KEYS[key];
+    if (key === "f") fit();
+    else if (key === " ") toggle();
+    else if (key === "End") setFollow(true);
+    else if (action === "in" || action === "out") zoom(action === "in" ? 0.6 : 1 / 0.6);
+    else if (action) move(action === "left" ? -0.15 : 0.15);
+    else return;
+    event.preventDefault();
+    changed();
+  });
+
+  function hover(event) {
+    const lines = sliceAt(picture, view, state.scene, event.offsetX, event.offsetY);
+    if (lines) tip.show(event.offsetX, event.offsetY, lines);
+    else tip.hide();
+  }
+}
+
+function createKey() {
+  const items = [
+    ...LANES.map(({ id, label }) => [`sv-lane-${id}`, label]),
+    ["sv-lane-stall", "stall: the engine waits"],
+    ["sv-lane-wasted", "wasted or cancelled"],
+    ["sv-lane-knob", "a knob took effect"],
+  ];
+  return el("div", { class: "sv-legend sv-legend-small" }, ...items.map(([name, label]) =>
+    el("span", { class: "sv-key" }, el("i", { class: `sv-swatch ${name}` }), label),
+  ));
+}
+
+const firstTime = (scene) => scene.slices[0]?.start ?? scene.transfers[0]?.start ?? 0;
+
+function sentence({ overlap, time }) {
+  if (!overlap.transfer_ns) return "Compute and transfers appear here once experts move.";
+  const waited = time.decode_ns ? `The engine stood still for ${percent(time.stall_share)} of the time.` : "";
+  return `${percent(overlap.overlap)} of the transfer time was hidden under compute. ${waited}`;
+}
+
+function timelineTable(scene) {
+  const rows = [
+    ...scene.slices.slice(-150).map((s) => [s.start, s.pass, s.op, s.layer, null, s.end - s.start, s.round, null]),
+    ...scene.stalls.slice(-50).map((s) => [s.start, "stall", null, s.layer, null, s.end - s.start, s.round, null]),
+    ...scene.transfers.slice(-100).map((s) => [s.start, "link", s.cause, s.layer, s.expert, s.end - s.start, s.round, s.outcome]),
+  ].sort((a, b) => a[0] - b[0]);
+  return {
+    head: ["start", "lane", "what", "layer", "expert", "time", "round", "outcome"],
+    rows: rows.map((row) => [duration(row[0]), ...row.slice(1, 5).map((cell) => (cell === null ? cell : value(cell))), duration(row[5]), row[6], row[7]]),
+  };
+}
