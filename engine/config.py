@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import re
 import threading
 from dataclasses import dataclass
@@ -48,7 +46,9 @@ class LinkConfig:
         """`disk`, `emulated:GBPS[:LATENCY_US]` or `emulated:PRESET`. Raises UsageError."""
         kind, *rest = text.split(":")
         if kind == "host":
-            raise UsageError("link host needs a CUDA device, and this engine does not drive one yet: use disk or emulated")
+            raise UsageError(
+                "link host needs a CUDA device, and this engine does not drive one yet: use disk or emulated"
+            )
         if kind == "disk" and not rest:
             return cls("disk")
         if kind == "emulated" and 1 <= len(rest) <= 2:
@@ -104,16 +104,13 @@ class CacheBudget:
         return min(self.nbytes // (layers * expert_bytes), experts)
 
 
-def _default_threads() -> int:
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """What is decided when a model is loaded.
 
     `model`: a directory or a hub id. `draft`: one of DRAFTS. `pack`: build and use the page-aligned
-    pack of the experts (False reads byte ranges of the original shards).
+    pack of the experts (False reads byte ranges of the original shards). `threads`: CPU threads of torch;
+    None chooses by the size of the experts.
     """
 
     model: str = str(EMBEDDED_MODEL)
@@ -123,7 +120,7 @@ class EngineConfig:
     prefetch: str = "draft"
     cache: CacheBudget = CacheBudget(share=0.25)
     link: LinkConfig = LinkConfig()
-    threads: int = dataclasses.field(default_factory=_default_threads)
+    threads: int | None = None
     pack: bool = True
 
     def __post_init__(self) -> None:
@@ -131,7 +128,7 @@ class EngineConfig:
         _one_of("draft", self.draft, DRAFTS)
         _one_of("policy", self.policy, POLICIES)
         _one_of("prefetch", self.prefetch, PREFETCH_SOURCES)
-        if not 1 <= self.threads <= 1024:
+        if self.threads is not None and not 1 <= self.threads <= 1024:
             raise UsageError(f"threads {self.threads} is out of range: use 1 to 1024")
 
 

@@ -79,10 +79,10 @@ class Token:
     """One emitted token.
 
     `text` is the text that became complete with it ("" inside a character of several bytes).
-    `position` is its place in the round's chunk, from 0. `p_target` and `p_draft` are probabilities
-    after temperature, top-k and top-p (`p_draft` is null where nothing was drafted). `alternatives`
-    are the target's likeliest tokens, [text, probability]. `experts` lists, per MoE layer, the experts
-    that the token which *produced* this one was routed to.
+    `position` is its place in the round's chunk, from 0. `p_target` and `p_draft` are probabilities after
+    temperature, top-k and top-p; at temperature 0 those of temperature 1 are told. `p_draft` is null where
+    the draft did not propose this token. `alternatives` are the target's likeliest, [text, probability].
+    `experts` lists, per MoE layer, the experts that the token which *produced* this one was routed to.
     """
 
     id: int

@@ -1,0 +1,180 @@
+"""Comparisons at equal memory, both sides in one run: `python -m engine bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
+from engine.engine import Engine
+from engine.offload.emulated import EmulatedLink
+from engine.report import link_info, machine_info
+
+PROMPTS = (
+    "Once upon a time, there was a little girl named Lily who",
+    "Tom had a red kite.",
+    "The little frog was",
+    "One day, a boy named Ben went to the park with his mom.",
+)
+
+BASE = "on-demand LRU, no speculation"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One side of the comparison. `equal_memory` is false for a bound that no memory limit is put on."""
+
+    name: str
+    config: EngineConfig
+    k: int | str
+    equal_memory: bool = True
+
+
+def decode_suite(config: EngineConfig, max_new_tokens: int, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What speculation and prefetching bring to decoding at batch 1 and temperature 0.
+
+    All contenders get the same total of fast memory: the baseline spends the draft's bytes on more slots,
+    rounded up in its favour. They run in turn, `repeats` times, with one pace of the link.
+    """
+    config, link, contenders = _contenders(config)
+    results: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
+    for repeat in range(repeats):
+        for contender in contenders:
+            say(f"run {repeat + 1} of {repeats}: {contender.name}")
+            results[contender.name] += _measure(contender, max_new_tokens)
+    base = _row(contenders[0], results[BASE], None)
+    rows = [_row(contender, results[contender.name], base) for contender in contenders]
+    return {
+        "suite": "decode",
+        "machine": machine_info(),
+        "model": config.model,
+        "link": link,
+        "prompts": len(PROMPTS),
+        "repeats": repeats,
+        "rows": rows,
+        "bars": _bars(contenders, results, rows),
+    }
+
+
+def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], list[Contender]]:
+    """The four contenders, with a preset's pace measured once so that all run over the same link."""
+    probe = Engine.load(config)
+    try:
+        link = link_info(probe)
+        if isinstance(probe.loaded.link, EmulatedLink):
+            pace = LinkConfig("emulated", gbps=probe.loaded.link.gbps, latency_us=probe.loaded.link.latency_us)
+            config = dataclasses.replace(config, link=pace)
+        slots = probe.cache.slots_per_layer
+        experts = probe.loaded.source.table.experts
+        slot_bytes = probe.cache.capacity_nbytes / slots
+        draft_bytes = probe.draft_experts.nbytes if probe.draft_experts else 0
+        more = min(slots + math.ceil(draft_bytes / slot_bytes), experts)
+    finally:
+        probe.close()
+
+    def variant(draft: str, policy: str, prefetch: str, count: int) -> EngineConfig:
+        return dataclasses.replace(
+            config, draft=draft, policy=policy, prefetch=prefetch, cache=CacheBudget(slots=count)
+        )
+
+    return config, link, [
+        Contender(BASE, variant("none", "lru", "none", more), 0),
+        Contender("speculation, no prefetch", variant(config.draft, config.policy, "none", slots), "auto"),
+        Contender("speculation and prefetch", variant(config.draft, config.policy, "draft", slots), "auto"),
+        Contender("all experts resident", variant("none", "lru", "none", experts), 0, equal_memory=False),
+    ]  # fmt: skip
+
+
+def _measure(contender: Contender, max_new_tokens: int) -> list[dict[str, Any]]:
+    """One pass over all prompts; the first prompt warms the cache and the estimators up and is run again."""
+    engine = Engine.load(contender.config)
+    options = GenerationConfig(max_new_tokens=max_new_tokens, k=contender.k)
+    try:
+        engine.generate([PROMPTS[0]], options)
+        return [engine.generate([prompt], options)[0] for prompt in PROMPTS]
+    finally:
+        engine.close()
+
+
+def _row(contender: Contender, results: list[dict[str, Any]], base: dict[str, Any] | None) -> dict[str, Any]:
+    """One contender's figures over all its prompts and repeats: sums first, then ratios."""
+
+    def total(group: str, name: str) -> float:
+        return sum(result[group][name] for result in results)
+
+    tokens = sum(result["new_tokens"] for result in results)
+    seconds = sum(result["decode_s"] for result in results)
+    requests = total("experts", "requests")
+    transfer_s = total("time", "transfer_s")
+    drafting = [result for result in results if result["mean_acceptance_length"] is not None]
+    rate = tokens / seconds
+    return {
+        "name": contender.name,
+        "equal_memory": contender.equal_memory,
+        "ratio": rate / base["tokens_per_s"] if base else 1.0,
+        "tokens_per_s": rate,
+        "tokens_per_round": tokens / sum(result["rounds"] for result in results),
+        "mean_acceptance_length": (
+            sum(result["mean_acceptance_length"] for result in drafting) / len(drafting) if drafting else None
+        ),
+        "hit_rate": total("experts", "hits") / requests,
+        "late_rate": total("experts", "late") / requests,
+        "miss_rate": total("experts", "misses") / requests,
+        "bytes_per_token": total("experts", "bytes_loaded") / tokens,
+        "overlap": total("time", "overlapped_s") / transfer_s if transfer_s else None,
+        "stall_share": total("time", "stall_s") / seconds,
+        "draft_share": total("time", "draft_s") / seconds,
+        "memory_total": max(result["memory"]["total"] for result in results),
+        "slots_per_layer": results[0]["config"]["slots"],
+    }
+
+
+def _bars(contenders: list[Contender], results: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]) -> list:
+    """What must hold for the comparison to be fair, as `name, value, bar, holds`."""
+    texts = {tuple(tuple(result["token_ids"]) for result in runs) for runs in results.values()}
+    equal = [row["memory_total"] for row, contender in zip(rows, contenders, strict=True) if contender.equal_memory]
+    return [
+        {"name": "different outputs at temperature 0", "value": len(texts) - 1, "bar": 0, "holds": len(texts) == 1},
+        {
+            "name": "memory of speculation over the baseline's",
+            "value": max(equal[1:]) / equal[0],
+            "bar": 1.0,
+            "holds": max(equal[1:]) <= equal[0],
+        },
+    ]
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """A report as text, for a terminal or a README."""
+    columns = {
+        "contender": lambda row: row["name"],
+        "slots": lambda row: str(row["slots_per_layer"]),
+        "memory MiB": lambda row: f"{row['memory_total'] / 2**20:.1f}",
+        "tokens/s": lambda row: f"{row['tokens_per_s']:.2f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+        "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}",
+        "hit": lambda row: f"{row['hit_rate']:.0%}",
+        "late": lambda row: f"{row['late_rate']:.0%}",
+        "KB/token": lambda row: f"{row['bytes_per_token'] / 1e3:.0f}",
+        "overlap": lambda row: "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
+        "stall": lambda row: f"{row['stall_share']:.0%}",
+    }
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in report["rows"])]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [_aligned(line, widths) for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    machine, link = report["machine"], report["link"]["label"]
+    bars = [
+        f"{'ok ' if bar['holds'] else 'NOT'} {bar['name']}: {bar['value']:g} (at most {bar['bar']:g})"
+        for bar in report["bars"]
+    ]
+    head = f"{report['suite']} on {machine['cpu']}, threads: {machine['threads']}; link: {link}"
+    return "\n".join([head, "", *lines, "", *bars])
+
+
+def _aligned(line: list[str], widths: list[int]) -> str:
+    """Names to the left, numbers to the right."""
+    return "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])

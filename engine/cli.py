@@ -1,0 +1,271 @@
+"""The command line: `python -m engine generate | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from engine.config import (
+    DRAFTS,
+    DTYPES,
+    EMBEDDED_MODEL,
+    POLICIES,
+    PREFETCH_SOURCES,
+    CacheBudget,
+    EngineConfig,
+    GenerationConfig,
+    LinkConfig,
+)
+from engine.errors import EngineError, UsageError
+from engine.events import Event, Round
+
+#: The link of benches, unless one is chosen: paced like the machine of MoE-SpeQ's evaluation.
+BENCH_LINK = "emulated:phi3.5-a100"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong usage is one line and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    # Set before transformers is imported: a command line shows one message, not a library's log.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        options = _parser().parse_args(arguments)
+        return options.command(options)
+    except EngineError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # The reader left (`| head`): what it wanted it has. Point stdout elsewhere so that exit does not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m engine", description="Speculative decoding on offloaded MoE models.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench")
+    generate = commands.add_parser("generate", help="generate text", formatter_class=_Formatter)
+    _add_engine_options(generate)
+    _add_generation_options(generate)
+    generate.add_argument("--trace", metavar="FILE", help="write the run's events to FILE, one JSON object a line")
+    generate.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
+    generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    generate.set_defaults(command=_generate)
+    bench = commands.add_parser("bench", help="compare contenders at equal memory", formatter_class=_Formatter)
+    _add_engine_options(bench)
+    bench.add_argument("--suite", choices=("decode",), required=True, help="what to compare")
+    bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
+    bench.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of each contender, in turn")
+    bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not "None"."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default=str(EMBEDDED_MODEL), metavar="PATH_OR_ID", help="a directory or a hub id")
+    add("--draft", choices=DRAFTS, default="self-int4", help="who drafts")
+    add("--policy", choices=POLICIES, default="lookahead", help="which expert is evicted")
+    add("--prefetch", choices=PREFETCH_SOURCES, default="draft", help="who says what to fetch ahead")
+    add("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots a layer")
+    add("--link", type=LinkConfig.parse, default="disk", metavar="LINK",
+        help="disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")  # fmt: skip
+    add("--dtype", choices=DTYPES, default="float32", help="what the model computes in")
+    add("--threads", type=int, metavar="N", help="CPU threads of torch")
+    add("--no-pack", action="store_true", help="read byte ranges of the shards instead of the page-aligned pack")
+
+
+def _add_generation_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="F", help="a file with the text to continue")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="where to stop at the latest")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--top-k", type=int, default=0, metavar="N", help="keep the N likeliest tokens; 0 keeps all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens of total probability P")
+    add("--seed", type=int, default=0, metavar="S", help="the same seed and settings give the same text")
+    add("--stop", nargs="+", default=[], metavar="STR", help="end at any of these strings")
+    add("--k", type=_draft_length, default="auto", metavar="N|auto", help="draft length")
+    add("--k-max", type=int, default=8, metavar="N", help="the longest draft that auto may choose")
+
+
+def _cache(text: str) -> CacheBudget:
+    return CacheBudget.parse(text)
+
+
+def _draft_length(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--k {text!r} is neither a number nor auto") from None
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    fields: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "draft": options.draft,
+        "policy": options.policy,
+        "prefetch": options.prefetch,
+        "cache": options.cache,
+        "link": options.link,
+        "pack": not options.no_pack,
+    }
+    if options.threads is not None:
+        fields["threads"] = options.threads
+    return EngineConfig(**fields)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from engine.engine import Engine
+
+    config = _engine_config(options)
+    request = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        k=options.k,
+        k_max=options.k_max,
+    )
+    prompt = options.prompt if options.prompt is not None else _read_prompt(options.prompt_file)
+    if not prompt.strip():
+        raise UsageError("the prompt is empty: write at least one word")
+    engine = Engine.load(config, progress=_progress_line(sys.stderr))
+    try:
+        with _Trace(options.trace) as trace:
+            result = engine.generate([prompt], request, emit=_emitter(None if options.json else sys.stdout, trace))[0]
+    finally:
+        engine.close()
+    print(json.dumps(result, ensure_ascii=False) if options.json else "")
+    if not options.json:
+        print(_one_line(result), file=sys.stderr)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from engine.bench import decode_suite, format_table
+
+    if options.repeats < 1:
+        raise UsageError("--repeats must be at least 1")
+    report = decode_suite(
+        _engine_config(options), options.max_new_tokens, options.repeats, lambda line: print(line, file=sys.stderr)
+    )
+    print(json.dumps(report, ensure_ascii=False) if options.json else format_table(report))
+    return 0
+
+
+def _read_prompt(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the prompt from {path}: {reason}") from error
+
+
+def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
+    """Shows loading on one line of a terminal; says nothing when the output is a file."""
+    if not stream.isatty():
+        return lambda stage, done, total: None
+
+    def show(stage: str, done: int, total: int) -> None:
+        share = f" {done / total:4.0%} of {total / 2**20:.0f} MiB" if total else ""
+        stream.write(f"\r\x1b[K{stage}{share}" if not total or done < total else "\r\x1b[K")
+        stream.flush()
+
+    return show
+
+
+class _Trace:
+    """An NDJSON file of events, complete or not there at all."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        self._count = 0
+
+    def __enter__(self) -> _Trace:
+        if self._path is not None:
+            try:
+                self._file = self._partial.open("w", encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"cannot write the trace to {self._path}: {error.strerror}") from error
+        return self
+
+    def write(self, event: Event) -> None:
+        if self._file is None:
+            return
+        # Transfers report from the link's threads.
+        with self._lock:
+            self._count += 1
+            self._file.write(json.dumps({"seq": self._count, **event.to_json()}, ensure_ascii=False) + "\n")
+
+    def __exit__(self, failed, *details) -> None:
+        if self._file is None or self._path is None:
+            return
+        self._file.close()
+        if failed:
+            self._partial.unlink(missing_ok=True)
+        else:
+            os.replace(self._partial, self._path)
+
+    @property
+    def _partial(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+
+
+def _emitter(stream: TextIO | None, trace: _Trace) -> Callable[[Event], None]:
+    def emit(event: Event) -> None:
+        trace.write(event)
+        if stream is not None and isinstance(event, Round):
+            stream.write("".join(token.text for token in event.tokens))
+            stream.flush()
+
+    return emit
+
+
+def _one_line(result: dict[str, Any]) -> str:
+    """Speed first, then why."""
+    parts = [f"{result['decode_tok_s']:.1f} tokens/s" if result["decode_tok_s"] else "no tokens"]
+    parts.append(f"{result['new_tokens']} tokens in {result['rounds']} rounds ({result['finish_reason']})")
+    if result["acceptance_rate"] is not None:
+        parts.append(f"{result['acceptance_rate']:.0%} of the draft accepted")
+    requests = result["experts"]["requests"]
+    if requests:
+        parts.append(f"{(result['experts']['hits'] + result['experts']['late']) / requests:.0%} of experts foreseen")
+    if result["overlap"] is not None:
+        parts.append(f"{result['overlap']:.0%} of transfer time hidden")
+    return " · ".join(parts)

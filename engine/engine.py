@@ -1,0 +1,347 @@
+"""The engine: draft, prefetch, verify, accept, commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine import events
+from engine.calibration import measure_layer_seconds
+from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
+from engine.control.governor import Choice, Governor, Observation
+from engine.control.presets import emulated_gbps, find_preset
+from engine.errors import Cancelled, EngineError
+from engine.events import Event
+from engine.loading import LoadedModel, Progress, load_model
+from engine.offload.cache import ExpertCache
+from engine.offload.emulated import EmulatedLink
+from engine.offload.experts import OffloadedExperts, QuantizedExperts
+from engine.passes import PassObserver
+from engine.report import config_info, link_info, machine_info, memory_info, model_info, summarize
+from engine.run import Run, open_run
+from engine.speculation.drafters import Draft, Drafter, NoDrafter, SelfDrafter
+from engine.speculation.outcome import RoundView, outcome
+from engine.speculation.prefetcher import Prefetcher
+from engine.speculation.sampling import SamplingParams, Verdict, displayed, distribution, verify
+
+# Rows of a prefill pass: bounds the activations of a long prompt.
+PREFILL_ROWS = 512
+
+
+class Engine:
+    """A loaded model whose experts stay on the slow side of a link. One thread drives it.
+
+    Use `Engine.load`, then `generate` as often as you like, then `close`.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        self.config = config
+        self.loaded = loaded
+        table = loaded.source.table
+        self.passes = PassObserver()
+        self.cache = ExpertCache(
+            table, loaded.slots_per_layer, getattr(torch, config.dtype), loaded.link, config.policy, self.passes
+        )
+        self.policy = config.policy
+        self.passes.attach(None, self.cache)
+        self.target_experts = OffloadedExperts(self.cache, self.passes)
+        self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None
+        if config.link.preset is not None:
+            layer_seconds = measure_layer_seconds(loaded, self.cache, self.passes, self.target_experts)
+            machine = find_preset(config.link.preset)
+            loaded.link.set_rate(emulated_gbps(machine, table.shape.nbytes, layer_seconds), config.link.latency_us)
+        guess = loaded.router_probe.guess if loaded.router_probe else None
+        self.prefetcher = self.passes.prefetcher = Prefetcher(self.cache, table.layers, guess)
+        self.governor = Governor(K_LIMIT, table.experts, self.top_k)
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Engine:
+        """Load a model. `progress(stage, done bytes, total bytes)`; total is 0 while unknown.
+
+        Raises ModelError, CheckpointError, BudgetError, UsageError; Cancelled when `cancelled()` turns true.
+        """
+        loaded = load_model(config, progress or (lambda stage, done, total: None), cancelled or (lambda: False))
+        try:
+            return cls(config, loaded)
+        except BaseException:
+            loaded.close()
+            raise
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token is routed to in each layer."""
+        config = self.loaded.runner.config
+        return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 1)
+
+    def knobs(self, options: GenerationConfig) -> KnobBlock:
+        """The live knobs at the values that this engine was loaded with."""
+        values: dict[str, Any] = {
+            "k": options.k,
+            "k_max": options.k_max,
+            "prefetch": self.config.prefetch,
+            "policy": self.config.policy,
+            "slots": self.loaded.slots_per_layer,
+        }
+        link = self.loaded.link
+        if isinstance(link, EmulatedLink):
+            values |= {"link_gbps": link.gbps, "link_latency_us": link.latency_us}
+        return KnobBlock(**values)
+
+    def close(self) -> None:
+        """Stop the link's workers and free the slots. The engine cannot be used after."""
+        self.cache.close()
+        self.loaded.close()
+
+    def generate(
+        self,
+        prompts: list[str],
+        options: GenerationConfig,
+        *,
+        knobs: KnobBlock | None = None,
+        emit: Callable[[Event], None] | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate for all prompts as one batch; returns the command line's JSON object for each.
+
+        `emit` hears every event, from this and from the link's threads; a run that started always ends with
+        RunEnd. `stop` ends the run within one layer; its unfinished results are marked cancelled. Raises
+        UsageError for prompts that cannot run, before any event, and TransferError when the link fails, after
+        RunEnd.
+        """
+        knobs, stop = knobs or self.knobs(options), stop or threading.Event()
+        run = open_run(self.loaded, prompts, options, knobs, self._create_drafter, emit, stop)
+        error: EngineError | None = None
+        status = "finished"
+        try:
+            self._start(run)
+            self._prefill(run)
+            while run.batch.sequences:
+                self.step(run)
+        except Cancelled:
+            status = "stopped"
+        except EngineError as failure:
+            status, error = "failed", failure
+        self.cache.settle()
+        for sequence in run.sequences:
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+        results = [summarize(self, run, sequence) for sequence in run.sequences]
+        run.recorder.emit(events.RunEnd(run.recorder.now(), status, str(error) if error else None, results))
+        if error is not None:
+            raise error
+        return results
+
+    def step(self, run: Run) -> None:
+        """One round: every unfinished sequence drafts, is verified, and emits at least one token."""
+        choice = self._schedule(run)
+        start = run.recorder.now()
+        draft = self._draft(run, choice.k)
+        draft_end = run.recorder.now()
+        logits = self._verify(run, draft)
+        verify_end = run.recorder.now()
+        verdict = self._accept(run, draft, logits)
+        times = {"start": start, "draft_end": draft_end, "verify_start": draft_end, "verify_end": verify_end}
+        rounds = self._commit(run, choice.k, draft, logits, verdict, times)
+        self._learn(run, draft, rounds)
+
+    def _schedule(self, run: Run) -> Choice:
+        """Apply the knobs that were moved, and let the governor choose k."""
+        run.round += 1
+        if run.stop.is_set():
+            raise Cancelled("stopped")
+        recorder = run.recorder
+        recorder.begin_round(run.round)
+        for update, old in run.knobs.take():
+            self._apply(update.name, update.value)
+            recorder.emit(events.KnobChange(recorder.now(), run.round, update.name, old, update.value, update.version))
+        choice = self.governor.choose(
+            run.knobs.values["k"],
+            run.knobs.values["k_max"],
+            self.transfer_seconds,
+            self.prefetches_drafts,
+            run.drafter.drafts,
+        )
+        recorder.emit(
+            events.GovernorChoice(
+                recorder.now(),
+                run.round,
+                choice.k,
+                choice.auto,
+                choice.probing,
+                choice.reason,
+                choice.expected_tokens,
+                choice.seconds,
+                choice.rate,
+            )
+        )
+        return choice
+
+    def _draft(self, run: Run, k: int) -> Draft:
+        """Up to k tokens a sequence; their routes fill the lookahead buffer and start transfers."""
+        self.prefetcher.begin_round()
+        self.passes.begin("draft")
+        draft = run.drafter.draft(run.batch, k, self.prefetches_drafts, self.passes.token_drafted)
+        self.prefetcher.plan_complete()
+        return draft
+
+    def _verify(self, run: Run, draft: Draft) -> torch.Tensor:
+        """The target's logits (batch, k+1, vocab) for the newest token and all draft tokens, in one pass."""
+        batch, rows = run.batch, draft.lengths + 1
+        self.passes.begin("verify", rows.tolist())
+        ids = torch.cat([batch.current, draft.tokens], dim=1)
+        logits = self.loaded.runner.forward(batch.cache, self.target_experts, ids, batch.slots, batch.starts, rows)
+        self.passes.end()
+        return logits
+
+    def _accept(self, run: Run, draft: Draft, logits: torch.Tensor) -> Verdict:
+        target = distribution(logits, run.params)
+        return verify(target, draft.probs, draft.tokens, draft.lengths, run.generator)
+
+    def _commit(
+        self, run: Run, k: int, draft: Draft, logits: torch.Tensor, verdict: Verdict, times: dict[str, int]
+    ) -> list[events.Round]:
+        """Emit the tokens, move the KV lengths, and let finished sequences leave the batch."""
+        recorder, loaded = run.recorder, self.loaded
+        shown = displayed(logits, run.params)
+        view = RoundView(draft, verdict, shown, self.passes.routes, loaded.eos_ids, loaded.tokenizer)
+        outcomes = [outcome(view, number, sequence) for number, sequence in enumerate(run.batch.sequences)]
+        stall_ns, now = recorder.round_stall_ns(), recorder.now()
+        rounds = [
+            events.Round(t=now, round=run.round, k=k, stall_ns=stall_ns, **times, **fields) for fields in outcomes
+        ]
+        recorder.end_round(rounds)
+        for sequence in run.batch.sequences:
+            run.batch.cache.commit(sequence.slot, sequence.cached)
+        run.batch.sequences = [s for s in run.batch.sequences if s.finish_reason is None]
+        return rounds
+
+    def _learn(self, run: Run, draft: Draft, rounds: list[events.Round]) -> None:
+        """Report the cache, feed the governor, and place the round on the roofline."""
+        recorder, first = run.recorder, rounds[0]
+        self._report_cache(run)
+        tokens, seconds, stall = sum(len(r.tokens) for r in rounds), (first.t - first.start) / 1e9, first.stall_ns / 1e9
+        observation = Observation(
+            k=draft.k,
+            draft_passes=self.passes.draft_passes,
+            draft_seconds=(first.draft_end - first.start) / 1e9,
+            verify_seconds=(first.verify_end - first.verify_start) / 1e9 - stall,
+            overhead_seconds=(first.t - first.verify_end) / 1e9,
+            seconds=seconds,
+            tokens=tokens,
+            lengths=[(r.verified, r.accepted) for r in rounds],
+            misses=self.passes.misses_by_rows(),
+        )
+        self.governor.observe(observation, self.transfer_seconds, self.prefetches_drafts)
+        moved, waited = recorder.round_moved_bytes()
+        recorder.emit(
+            events.RooflinePoint(
+                recorder.now(),
+                run.round,
+                draft.k,
+                tokens,
+                seconds,
+                waited,
+                moved,
+                self.loaded.link.bytes_per_s,
+                tokens / max(seconds - stall, 1e-9),
+            )
+        )
+
+    def _create_drafter(self, params: SamplingParams, generator: torch.Generator) -> Drafter:
+        if self.draft_experts is None:
+            return NoDrafter(self.loaded.runner.config.vocab_size)
+        return SelfDrafter(self.loaded.runner, self.draft_experts, params, generator)
+
+    def _start(self, run: Run) -> None:
+        self.target_experts.stop = run.stop
+        if self.draft_experts is not None:
+            self.draft_experts.stop = run.stop
+        for name, value in run.knobs.values.items():
+            self._apply(name, value)
+        self.passes.attach(run.recorder, self.cache)
+        decode = self.loaded.tokenizer.decode
+        run.recorder.emit(
+            events.RunStart(
+                t=0,
+                schema=events.SCHEMA_VERSION,
+                model=model_info(self),
+                machine=machine_info(),
+                link=link_info(self),
+                config=config_info(self, run),
+                memory=memory_info(self, run.batch.cache),
+                slots_per_layer=self.cache.slots_per_layer,
+                prompts=[[{"id": i, "text": decode([i])} for i in s.prompt_ids] for s in run.sequences],
+                started_unix=run.recorder.started_unix,
+            )
+        )
+
+    def _prefill(self, run: Run) -> None:
+        """Fill the KV cache with all prompt tokens but the last, sequence by sequence.
+
+        The last one is the first round's newest token, so the prefill emits nothing.
+        """
+        recorder = run.recorder
+        recorder.emit(events.Phase(recorder.now(), "prefill"))
+        for sequence in run.sequences:
+            for start in range(0, sequence.cached, PREFILL_ROWS):
+                ids = torch.tensor([sequence.prompt_ids[start : min(start + PREFILL_ROWS, sequence.cached)]])
+                slot, at, rows = (torch.tensor([n]) for n in (sequence.slot, start, ids.shape[1]))
+                self.passes.begin("prefill", rows.tolist())
+                self.loaded.runner.forward(run.batch.cache, self.target_experts, ids, slot, at, rows, keep=1)
+                self.passes.end()
+            run.batch.cache.commit(sequence.slot, sequence.cached)
+        self._report_cache(run)
+        recorder.emit(events.Phase(recorder.now(), "decode"))
+        run.prefill_stats = self.cache.stats
+        recorder.begin_decode()
+
+    def _report_cache(self, run: Run) -> None:
+        seen = self.cache.take_round()
+        run.recorder.emit(
+            events.CacheState(
+                t=run.recorder.now(),
+                round=run.round,
+                slots_per_layer=self.cache.slots_per_layer,
+                resident=self.cache.resident(),
+                used=seen.used,
+                evicted=seen.evicted,
+                hits=seen.hits,
+                late=seen.late,
+                misses=seen.misses,
+            )
+        )
+
+    def _apply(self, name: str, value: Any) -> None:
+        """Bring one live knob into effect; k and k_max are read when a round is scheduled."""
+        link = self.loaded.link
+        if name == "policy" and value != self.policy:
+            self.cache.set_policy(value)
+            self.policy = value
+        elif name == "slots":
+            self.cache.resize(min(value, self.loaded.source.table.experts))
+        elif name == "prefetch":
+            self.prefetcher.source = value
+        elif name == "prefetch_depth":
+            self.prefetcher.depth = value
+        elif name == "link_gbps" and isinstance(link, EmulatedLink):
+            link.set_rate(value, link.latency_us)
+        elif name == "link_latency_us" and isinstance(link, EmulatedLink):
+            link.set_rate(link.gbps, value)
+
+    @property
+    def prefetches_drafts(self) -> bool:
+        """Whether the draft's routes start transfers."""
+        return self.prefetcher.source == "draft"
+
+    @property
+    def transfer_seconds(self) -> float:
+        """What the link takes for one expert."""
+        return self.loaded.source.table.shape.nbytes / max(self.loaded.link.bytes_per_s, 1.0)

@@ -1,0 +1,174 @@
+"""Everything between a path and an engine that can run: model, link, cache, draft copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from engine.config import EngineConfig
+from engine.control.presets import find_preset
+from engine.errors import BudgetError, Cancelled, ModelError
+from engine.model.checkpoint import resolve_directory
+from engine.model.layout import ExpertShape
+from engine.model.routers import RouterProbe
+from engine.model.runner import ModelRunner
+from engine.model.skeleton import Skeleton, load_skeleton
+from engine.offload.disk import DiskLink
+from engine.offload.emulated import EmulatedLink
+from engine.offload.links import Link
+from engine.offload.pack import open_pack
+from engine.offload.quantize import QuantizedExpert, quantize_expert
+from engine.offload.source import ExpertSource
+from engine.speculation.drafters import self_draft_bits
+
+log = logging.getLogger(__name__)
+
+#: progress(stage, bytes done, bytes in total)
+Progress = Callable[[str, int, int], None]
+
+# Until a preset's bandwidth is known, the emulated link must not slow the calibration down.
+UNPACED_GBPS = 1000.0
+
+# Experts below this many weights run on one thread: at 74,000 (the embedded model) a second one brought -4 %
+# on two free cores, and halved the speed while the other core was busy.
+SMALL_EXPERT = 500_000
+MOST_THREADS = 16
+
+
+@dataclass
+class LoadedModel:
+    """What `load_model` hands to the engine, which closes it."""
+
+    name: str
+    skeleton: Skeleton
+    runner: ModelRunner
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]
+    source: ExpertSource
+    link: Link
+    slots_per_layer: int
+    draft_experts: list[list[QuantizedExpert]] = field(default_factory=list)
+    router_probe: RouterProbe | None = None
+
+    def close(self) -> None:
+        self.link.close()
+        self.source.close()
+
+
+def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[], bool]) -> LoadedModel:
+    """Load all but the routed experts, quantize the draft's copy of those, and open the link to them.
+
+    Raises ModelError, CheckpointError, BudgetError; Cancelled when `cancelled()` turns true.
+    """
+    if config.link.preset is not None:
+        find_preset(config.link.preset)
+    directory = resolve_directory(config.model)
+    dtype = getattr(torch, config.dtype)
+    progress("shared weights", 0, 0)
+    skeleton = load_skeleton(directory, dtype)
+    table = skeleton.table
+    torch.set_num_threads(config.threads or default_threads(table.shape))
+    slots = config.cache.slots_per_layer(table.experts, table.layers, table.shape.numel * dtype.itemsize)
+    if slots < 1:
+        need = table.layers * table.shape.numel * dtype.itemsize
+        raise BudgetError(
+            f"the cache budget of {config.cache.nbytes} bytes holds no expert a layer: this model needs at least "
+            f"{need} bytes ({need / 2**20:.1f} MiB, one slot in each of {table.layers} layers)"
+        )
+    tokenizer = _load_tokenizer(directory)
+    probe = RouterProbe(skeleton)
+    if config.prefetch == "next-layer" and not probe.available:
+        raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
+    if config.pack:
+        try:
+            table = open_pack(
+                table, directory, progress=lambda done, total: progress("packing experts", done, total),
+                cancelled=cancelled,
+            )  # fmt: skip
+        except BudgetError as error:
+            log.warning("%s; reading byte ranges of the shards instead", error)
+    source = ExpertSource(table, direct=config.link.kind == "disk")
+    try:
+        draft = _quantize_all(source, config.draft, progress, cancelled)
+        link = _open_link(config, source)
+    except BaseException:
+        source.close()
+        raise
+    return LoadedModel(
+        os.path.basename(os.path.normpath(directory)),
+        skeleton,
+        ModelRunner(skeleton),
+        tokenizer,
+        _eos_ids(directory, skeleton, tokenizer),
+        source,
+        link,
+        slots,
+        draft,
+        probe if probe.available else None,
+    )
+
+
+def default_threads(shape: ExpertShape) -> int:
+    """All cores, but one for small experts, where threads wait for each other longer than they compute."""
+    if shape.numel < SMALL_EXPERT:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_THREADS)
+
+
+def _load_tokenizer(directory) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"no tokenizer in {directory} ({reason}): fetch tokenizer.json too") from error
+
+
+def _eos_ids(directory, skeleton: Skeleton, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a text, as transformers' generate would find them."""
+    try:
+        eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    except OSError:
+        eos = None
+    if eos is None:
+        eos = skeleton.model.config.get_text_config().eos_token_id
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+
+def _open_link(config: EngineConfig, source: ExpertSource) -> Link:
+    if config.link.kind == "disk":
+        return DiskLink(source)
+    gbps = config.link.gbps if config.link.gbps is not None else UNPACED_GBPS
+    return EmulatedLink(source, gbps, config.link.latency_us)
+
+
+def _quantize_all(
+    source: ExpertSource, kind: str, progress: Progress, cancelled: Callable[[], bool]
+) -> list[list[QuantizedExpert]]:
+    """The draft's copy of every expert, made one expert at a time: the originals are never all in memory."""
+    bits = self_draft_bits(kind)
+    if bits is None:
+        return []
+    table, size = source.table, source.table.shape.nbytes
+    raw = torch.empty(size, dtype=torch.uint8)
+    total = table.layers * table.experts * size
+    layers: list[list[QuantizedExpert]] = []
+    for layer in range(table.layers):
+        layers.append([])
+        for expert in range(table.experts):
+            if cancelled():
+                raise Cancelled("loading was cancelled")
+            source.read(layer, expert, 0, raw)
+            gate_up, down = table.shape.views(raw.view(table.shape.dtype))
+            layers[layer].append(quantize_expert(gate_up, down, bits))
+            progress(
+                f"quantizing the draft to INT{bits}", (layer * table.experts + expert + 1) * table.shape.nbytes, total
+            )
+    return layers

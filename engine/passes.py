@@ -1,0 +1,104 @@
+"""What happens inside a forward pass, layer by layer: who was routed where, what it cost, what to fetch next."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.offload.cache import ExpertCache
+from engine.offload.transfer import Transfer
+from engine.recorder import Recorder
+from engine.speculation.prefetcher import Prefetcher
+
+
+class PassObserver:
+    """Follows the passes of a round for the recorder, the prefetcher and the governor.
+
+    It hears of layers from the experts (`LayerObserver`) and of transfers from the cache; `routes[layer]` are
+    the choices of the last target pass, one row a real token, sequence after sequence.
+    """
+
+    def __init__(self) -> None:
+        self.prefetcher: Prefetcher | None = None
+        self.routes: dict[int, list[list[int]]] = {}
+        self.draft_passes = 0
+        self._recorder: Recorder | None = None
+        self._cache: ExpertCache | None = None
+        self._lane = ""
+        self._mark = 0
+        self._row_positions: list[int] = []
+        self._resident: list[set[int]] = []
+
+    def attach(self, recorder: Recorder | None, cache: ExpertCache) -> None:
+        """From now on report to `recorder` (None: to nobody)."""
+        self._recorder, self._cache = recorder, cache
+
+    def begin(self, lane: str, rows: list[int] | None = None) -> None:
+        """A draft starts, or a target pass over rows[b] tokens of each sequence b."""
+        self._lane = lane
+        if lane == "draft":
+            self.draft_passes = 0
+            assert self._cache is not None
+            self._resident = [set(experts) for experts in self._cache.resident()]
+        else:
+            self.routes.clear()
+            self._row_positions = [position for count in rows or [] for position in range(count)]
+        self._mark = self._now()
+
+    def routed(self, layer: int, index: list[list[int]], weights: list[list[float]], hidden: torch.Tensor) -> None:
+        if self._lane == "draft":
+            if self.prefetcher is not None:
+                self.prefetcher.drafted(layer, index, weights)
+            return
+        self._slice("attention", layer, len(index))
+        self.routes[layer] = index
+        if self._lane == "verify" and self.prefetcher is not None:
+            self.prefetcher.verifying(layer, hidden)
+
+    def computed(self, layer: int, rows: int) -> None:
+        if self._lane != "draft":
+            self._slice("experts", layer, rows)
+
+    def token_drafted(self, position: int) -> None:
+        """Draft pass `position` of this round is done."""
+        self.draft_passes = position + 1
+        self._slice("token", -1, 1)
+
+    def end(self) -> None:
+        """The target pass is done; what came after its last experts was the output head."""
+        self._slice("head", -1, len(self._row_positions))
+
+    def misses_by_rows(self) -> list[int]:
+        """For r = 1, 2, …: distinct experts of the first r rows that were not resident when the round began."""
+        rows = max(self._row_positions, default=-1) + 1
+        counts = [0] * rows
+        for layer, index in self.routes.items():
+            missing = set()
+            for position in range(rows):
+                for at, experts in zip(self._row_positions, index, strict=True):
+                    if at == position:
+                        missing.update(e for e in experts if e not in self._resident[layer])
+                counts[position] += len(missing)
+        return counts
+
+    # The cache's observer.
+
+    def transfer(self, transfer: Transfer) -> None:
+        if self._recorder is not None:
+            self._recorder.transfer(transfer)
+
+    def settled(self, transfer_id: int, outcome: str) -> None:
+        if self._recorder is not None:
+            self._recorder.settled(transfer_id, outcome)
+
+    def stall(self, layer: int, start_ns: int, end_ns: int) -> None:
+        if self._recorder is not None:
+            self._recorder.stall(layer, start_ns, end_ns)
+
+    def _slice(self, op: str, layer: int, rows: int) -> None:
+        now = self._now()
+        if self._recorder is not None:
+            self._recorder.compute(self._lane, op, layer, rows, self._mark, now)
+        self._mark = now
+
+    def _now(self) -> int:
+        return self._recorder.now() if self._recorder is not None else 0

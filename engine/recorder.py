@@ -1,0 +1,156 @@
+"""What a run did, as events and as totals: the one place where the engine keeps time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine import events
+from engine.events import Event
+from engine.intervals import clip, covered, merge, subtract
+from engine.offload.transfer import Transfer
+
+Interval = tuple[int, int]
+
+
+@dataclass
+class Totals:
+    """Sums over a run's decoding rounds, each sequence of a batch counting its own. Times in ns."""
+
+    rounds: int = 0
+    drafting_rounds: int = 0
+    verified: int = 0
+    accepted: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_ns: int = 0
+    verify_ns: int = 0
+    stall_ns: int = 0
+
+    def add(self, rounds: list[events.Round]) -> None:
+        """One round of all sequences of the batch."""
+        for r in rounds:
+            self.rounds += 1
+            self.drafting_rounds += r.drafted > 0
+            self.verified += r.verified
+            self.accepted += r.accepted
+            for position in range(r.verified):
+                if position == len(self.verified_at):
+                    self.verified_at.append(0)
+                    self.accepted_at.append(0)
+                self.verified_at[position] += 1
+                self.accepted_at[position] += position < r.accepted
+        first = rounds[0]
+        self.draft_ns += first.draft_end - first.start
+        self.verify_ns += first.verify_end - first.verify_start - first.stall_ns
+        self.stall_ns += first.stall_ns
+
+
+class Recorder:
+    """Turns what happens into events, with times relative to the run's start, and keeps the totals.
+
+    Called by the engine thread, and by link workers for transfers. `emit` must be quick and thread-safe.
+    """
+
+    def __init__(self, emit: Callable[[Event], None] | None) -> None:
+        self._emit = emit or (lambda event: None)
+        self._lock = threading.Lock()
+        self._origin = time.perf_counter_ns()
+        self.started_unix = time.time()
+        self.round = 0
+        self.decode_start = 0
+        self.first_token: int | None = None
+        self.decode_end = 0
+        self.totals = Totals()
+        self._moved: list[tuple[Interval, int]] = []
+        self._transfers: list[Interval] = []
+        self._busy: list[Interval] = []
+        self._stalls: list[Interval] = []
+        self._round_stalls: list[Interval] = []
+
+    def now(self) -> int:
+        """ns since the run's start."""
+        return time.perf_counter_ns() - self._origin
+
+    def emit(self, event: Event) -> None:
+        self._emit(event)
+
+    def begin_round(self, number: int) -> None:
+        self.round = number
+        with self._lock:
+            self._moved.clear()
+        self._round_stalls.clear()
+
+    def begin_decode(self) -> None:
+        """The prefill is done. What `overlap` counts starts here."""
+        self.decode_start = self.decode_end = self.now()
+        self._busy.clear()
+        self._stalls.clear()
+        with self._lock:
+            self._transfers.clear()
+
+    def end_round(self, rounds: list[events.Round]) -> None:
+        """All sequences' parts of the round that is over."""
+        for event in rounds:
+            self._emit(event)
+        self.totals.add(rounds)
+        self.decode_end = self.now()
+        self.first_token = self.decode_end if self.first_token is None else self.first_token
+
+    def compute(self, lane: str, op: str, layer: int, rows: int, start: int, end: int) -> None:
+        """A slice of compute; what it waited for inside is told by `stall`."""
+        self._busy.append((start, end))
+        self._emit(events.Compute(end, self.round, lane, op, layer, rows, start, end))
+
+    # What the expert cache reports (its observer).
+
+    def transfer(self, transfer: Transfer) -> None:
+        start, end = (self._relative(transfer.start_ns), self._relative(transfer.end_ns))
+        queued = self._relative(transfer.queued_ns)
+        if not transfer.start_ns:  # cancelled while it waited
+            start = end = max(end, queued)
+        if transfer.bytes_moved:
+            with self._lock:
+                self._moved.append(((start, end), transfer.bytes_moved))
+                self._transfers.append((start, end))
+        self._emit(
+            events.Transfer(end, transfer.id, self.round, transfer.layer, transfer.expert, transfer.cause,
+                            queued, start, end, transfer.bytes_moved)
+        )  # fmt: skip
+
+    def settled(self, transfer_id: int, outcome: str) -> None:
+        self._emit(events.Settled(self.now(), transfer_id, outcome))
+
+    def stall(self, layer: int, start_ns: int, end_ns: int) -> None:
+        interval = self._relative(start_ns), self._relative(end_ns)
+        self._stalls.append(interval)
+        self._round_stalls.append(interval)
+        self._emit(events.Stall(interval[1], self.round, layer, *interval))
+
+    # Sums.
+
+    def round_stall_ns(self) -> int:
+        return covered(merge(self._round_stalls))
+
+    def round_moved_bytes(self) -> tuple[int, int]:
+        """(all bytes moved, those moved while the engine waited) by transfers that ended in this round."""
+        stalls = merge(self._round_stalls)
+        with self._lock:
+            moved = list(self._moved)
+        total = sum(nbytes for _, nbytes in moved)
+        waited = sum(
+            nbytes * covered(clip(stalls, interval)) / max(interval[1] - interval[0], 1) for interval, nbytes in moved
+        )
+        return total, round(waited)
+
+    def overlap(self) -> tuple[int, int]:
+        """(ns of transfers, ns of transfers under compute), each transfer counted on its own."""
+        computing = subtract(merge(self._busy), merge(self._stalls))
+        with self._lock:
+            transfers = list(self._transfers)
+        return sum(end - start for start, end in transfers), sum(covered(clip(computing, t)) for t in transfers)
+
+    def _relative(self, ns: int) -> int:
+        return max(ns - self._origin, 0)

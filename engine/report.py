@@ -1,0 +1,146 @@
+"""The facts of a run as plain JSON: what it ran on, what it held in memory, how it went."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.control.presets import find_preset
+from engine.model.kv_cache import KVCache
+from engine.offload.emulated import EmulatedLink
+from engine.speculation.batch import Sequence
+
+if TYPE_CHECKING:
+    from engine.engine import Engine, Run
+
+#: What `generate --json` tells of the expert cache: decoding only, the prefill is not counted.
+EXPERT_COUNTS = (
+    "requests", "hits", "late", "misses",
+    "prefetched", "prefetch_used", "prefetch_late", "prefetch_wasted", "prefetch_cancelled", "bytes_loaded",
+)  # fmt: skip
+
+
+def model_info(engine: Engine) -> dict[str, Any]:
+    """What the page and the trace say about the model."""
+    config, table = engine.loaded.runner.config, engine.loaded.source.table
+    return {
+        "name": engine.loaded.name,
+        "architecture": type(engine.loaded.runner.model).__name__,
+        "layers": config.num_hidden_layers,
+        "moe_layers": table.layers,
+        "experts": table.experts,
+        "top_k": engine.top_k,
+        "hidden": table.shape.hidden,
+        "expert_bytes": table.shape.nbytes,
+        "dtype": engine.config.dtype,
+        "vocab": config.vocab_size,
+    }
+
+
+def machine_info() -> dict[str, Any]:
+    """The machine in words. Memory is the physical one, or a container's limit where it is lower."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(_memory_bytes() / 2**30, 1),
+        "device": "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def link_info(engine: Engine) -> dict[str, Any]:
+    """The link with its label; an emulated one always says so."""
+    link, preset = engine.loaded.link, engine.config.link.preset
+    label = link.label
+    if preset is not None:
+        machine = find_preset(preset)
+        label += f", paced like {machine.label}: an expert takes {machine.ratio:.1f} layer times"
+    emulated = isinstance(link, EmulatedLink)
+    return {
+        "kind": engine.config.link.kind,
+        "label": label,
+        "gbps": link.bytes_per_s / 1e9,
+        "latency_us": link.latency_us if isinstance(link, EmulatedLink) else 0.0,
+        "emulated": emulated,
+        "preset": preset,
+    }
+
+
+def memory_info(engine: Engine, kv: KVCache | None) -> dict[str, int]:
+    """Bytes of the fast tier: weights that are not experts, the draft's copy, cache slots, KV."""
+    parts = {
+        "shared": engine.loaded.skeleton.shared_bytes,
+        "draft": engine.draft_experts.nbytes if engine.draft_experts else 0,
+        "cache": engine.cache.capacity_nbytes,
+        "kv": kv.nbytes if kv is not None else 0,
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def config_info(engine: Engine, run: Run) -> dict[str, Any]:
+    """Every setting as it was resolved."""
+    settings = {**dataclasses.asdict(engine.config), **dataclasses.asdict(run.options)}
+    return {**settings, **run.knobs.values, "cache": engine.cache.slots_per_layer, "stop": list(run.options.stop)}
+
+
+def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
+    """The object that `generate --json` prints for one sequence. Rounds and experts are those of the batch."""
+    recorder, totals = run.recorder, run.recorder.totals
+    transfer_ns, overlapped_ns = recorder.overlap()
+    decode_s = (recorder.decode_end - recorder.decode_start) / 1e9
+    now, before = engine.cache.stats, run.prefill_stats
+    experts = {name: getattr(now, name) - getattr(before, name) for name in EXPERT_COUNTS}
+    return {
+        "text": sequence.stream.text,
+        "token_ids": sequence.new_ids,
+        "prompt_tokens": len(sequence.prompt_ids),
+        "new_tokens": len(sequence.new_ids),
+        "finish_reason": sequence.finish_reason,
+        "ttft_s": recorder.first_token / 1e9 if recorder.first_token is not None else None,
+        "decode_s": decode_s,
+        "decode_tok_s": len(sequence.new_ids) / decode_s if decode_s else None,
+        "rounds": totals.rounds,
+        "acceptance_rate": _ratio(totals.accepted, totals.verified),
+        "acceptance_by_position": [_ratio(a, n) for a, n in zip(totals.accepted_at, totals.verified_at, strict=True)],
+        "mean_acceptance_length": 1 + totals.accepted / totals.drafting_rounds if totals.drafting_rounds else None,
+        "experts": experts,
+        "time": {
+            "draft_s": totals.draft_ns / 1e9,
+            "verify_s": totals.verify_ns / 1e9,
+            "stall_s": totals.stall_ns / 1e9,
+            "transfer_s": transfer_ns / 1e9,
+            "overlapped_s": overlapped_ns / 1e9,
+        },
+        "overlap": _ratio(overlapped_ns, transfer_ns),
+        "memory": memory_info(engine, run.batch.cache),
+        "config": config_info(engine, run),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            return min(physical, int(file.read()))
+    except (OSError, ValueError):
+        return physical

@@ -1,0 +1,91 @@
+"""One request on its way through the engine: its sequences, knobs and random numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine.config import K_LIMIT, GenerationConfig, KnobBlock
+from engine.errors import UsageError
+from engine.events import Event
+from engine.loading import LoadedModel
+from engine.model.text import TextStream
+from engine.offload.stats import CacheStats
+from engine.recorder import Recorder
+from engine.speculation.batch import Batch, Sequence
+from engine.speculation.drafters import Drafter
+from engine.speculation.sampling import SamplingParams
+
+
+@dataclass
+class Run:
+    """What one call of `generate` owns.
+
+    `batch` holds the unfinished ones of `sequences`; `prefill_stats` are the cache's totals when decoding began.
+    """
+
+    options: GenerationConfig
+    knobs: KnobBlock
+    params: SamplingParams
+    generator: torch.Generator
+    recorder: Recorder
+    sequences: list[Sequence]
+    batch: Batch
+    drafter: Drafter
+    stop: threading.Event
+    round: int = 0
+    prefill_stats: CacheStats = field(default_factory=CacheStats)
+
+
+def open_run(
+    loaded: LoadedModel,
+    prompts: list[str],
+    options: GenerationConfig,
+    knobs: KnobBlock,
+    create_drafter: Callable[[SamplingParams, torch.Generator], Drafter],
+    emit: Callable[[Event], None] | None,
+    stop: threading.Event,
+) -> Run:
+    """Check the prompts and allocate what they need. Raises UsageError for prompts that cannot run."""
+    if not prompts:
+        raise UsageError("no prompt: give at least one")
+    sequences = [_sequence(loaded, slot, prompt, options) for slot, prompt in enumerate(prompts)]
+    longest = max(len(s.prompt_ids) + s.max_new_tokens for s in sequences)
+    # Padding rows of ragged rounds write past their sequence's end: K_LIMIT + 2 rows at most.
+    cache = loaded.runner.new_cache(len(sequences), longest + K_LIMIT + 2)
+    params = SamplingParams(options.temperature, options.top_k, options.top_p)
+    generator = torch.Generator().manual_seed(options.seed)
+    return Run(
+        options,
+        knobs,
+        params,
+        generator,
+        Recorder(emit),
+        sequences,
+        Batch(list(sequences), cache),
+        create_drafter(params, generator),
+        stop,
+    )
+
+
+def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationConfig) -> Sequence:
+    ids = _encode(loaded.tokenizer, prompt)
+    context = getattr(loaded.runner.config, "max_position_embeddings", None)
+    if context is not None and len(ids) + options.max_new_tokens > context:
+        room = context - len(ids)
+        advice = f"use --max-new-tokens {room} or less" if room > 0 else "shorten the prompt"
+        raise UsageError(
+            f"{len(ids)} prompt tokens and {options.max_new_tokens} new ones exceed the model's context of "
+            f"{context} tokens: {advice}"
+        )
+    return Sequence(slot, ids, options.max_new_tokens, TextStream(loaded.tokenizer, ids, options.stop))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    if not prompt.strip():
+        raise UsageError("the prompt is empty: write at least one word")
+    return tokenizer(prompt)["input_ids"]

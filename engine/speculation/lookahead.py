@@ -1,0 +1,44 @@
+"""The expert lookahead buffer: which experts the coming verification needs (MoE-SpeQ, section 3.4)."""
+
+from __future__ import annotations
+
+from engine.offload.experts import gate_scores
+
+
+class LookaheadBuffer:
+    """A (rows × layers) table of (experts, gate weights), filled while the draft runs.
+
+    Row i of a round is the i-th token of the chunk that will be verified: row 0 the newest emitted token,
+    rows 1..k the draft tokens. In a batch a row holds the choices of all sequences.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.clear()
+
+    def clear(self) -> None:
+        self._rows: list[list[dict[int, float]]] = []
+
+    def add(self, layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
+        """The next row's choice at `layer`; layer 0 opens the row."""
+        if layer == 0 or not self._rows:
+            self._rows.append([{} for _ in range(self._layers)])
+        self._rows[-1][layer] = gate_scores(index, weights)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, row: int, layer: int) -> dict[int, float]:
+        return self._rows[row][layer]
+
+    def wanted(self, layer: int) -> dict[int, float]:
+        """Every expert that some row needs at `layer`, with its summed gate weight."""
+        total: dict[int, float] = {}
+        for row in self._rows:
+            for expert, weight in row[layer].items():
+                total[expert] = total.get(expert, 0.0) + weight
+        return total
+
+    def plan(self) -> list[dict[int, float]]:
+        """`wanted` of all layers."""
+        return [self.wanted(layer) for layer in range(self._layers)]

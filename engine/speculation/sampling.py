@@ -1,0 +1,92 @@
+"""Distributions, and the accept-or-correct rule that keeps speculation lossless.
+
+Rejection sampling: Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.5. A distribution at temperature 0
+is a one-hot vector, for which the same rule is the greedy match: one code path, exact in both cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Below this the residual max(p - q, 0) is rounding noise: p equals q, and a rejection there is noise too.
+MIN_RESIDUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided. accepted (batch,): draft tokens accepted; token (batch,): the one that follows."""
+
+    accepted: torch.Tensor
+    token: torch.Tensor
+
+
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """float32 logits (..., vocab) → the probabilities that are really sampled from, same shape."""
+    if params.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    # Shifted by the maximum first: the winner stays finite at any temperature.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        kth = scaled.topk(params.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+    probs = scaled.softmax(-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        # A token stays while the mass before it is below p, so the likeliest always does.
+        dropped = ordered.cumsum(-1) - ordered >= params.top_p
+        probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(dropped, 0.0))
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def displayed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The probabilities to show a person: those sampled from, but at temperature 0 those of temperature 1.
+
+    A one-hot vector is exact and says nothing about how sure the model was.
+    """
+    return logits.softmax(-1) if params.temperature == 0 else distribution(logits, params)
+
+
+def sample(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One token from each row of probs (batch, vocab) → (batch,)."""
+    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+
+
+def verify(
+    target: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, generator: torch.Generator
+) -> Verdict:
+    """Accept the longest valid prefix of each draft and choose the token that follows it.
+
+    target (batch, k+1, vocab): p after each position; draft (batch, k, vocab): the q that tokens (batch, k)
+    were sampled from; lengths (batch,): how many tokens each sequence really drafted.
+    Draft token x at position i is accepted with probability min(1, p(x)/q(x)); the first rejected one is
+    replaced by a sample of the residual max(p - q, 0); after a full acceptance the bonus token comes from p.
+    """
+    batch, k = tokens.shape
+    picked = tokens.unsqueeze(-1)
+    p = target[:, :k].gather(-1, picked).squeeze(-1)
+    q = draft.gather(-1, picked).squeeze(-1)
+    luck = torch.rand(batch, k, generator=generator)
+    # Strictly below: a token with p = 0 is never accepted, one with p >= q always is (luck < 1).
+    passed = (luck * q < p) & (torch.arange(k) < lengths[:, None])
+    accepted = passed.long().cumprod(-1).sum(-1)
+    rows = torch.arange(batch)
+    after = target[rows, accepted]
+    rejected = accepted < lengths
+    if k and bool(rejected.any()):
+        residual = (after - draft[rows, accepted.clamp(max=k - 1)]).clamp(min=0)
+        mass = residual.sum(-1, keepdim=True)
+        usable = rejected[:, None] & (mass > MIN_RESIDUAL)
+        after = torch.where(usable, residual / mass.clamp(min=MIN_RESIDUAL), after)
+    return Verdict(accepted, sample(after, generator))
