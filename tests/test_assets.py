@@ -37,7 +37,7 @@ def sample(tokenizer):
     """About 2,000 tokens of stories, each behind an EOT."""
     text = lzma.decompress((CORPUS / "real.txt.xz").read_bytes()).decode()
     stories = re.split(r"(?<!\n)\n(?!\n)", text)[-8:]
-    return [torch.tensor([[0, *tokenizer(story)["input_ids"]]]) for story in stories if len(story) > 100]
+    return [torch.tensor([tokenizer(story)["input_ids"]]) for story in stories if len(story) > 100]
 
 
 def test_is_a_plain_transformers_checkpoint(model):
@@ -56,7 +56,7 @@ def test_shards_hold_what_the_index_promises():
 
 def test_tokenizer_round_trips(tokenizer):
     for text in ("Once upon a time, there was a little girl.", "naïve 你好 🙂 \t\n", "\u202e${x}`<img>`</script>"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert len(tokenizer) == 4096
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0
 
@@ -114,7 +114,7 @@ def test_card_shows_samples_that_the_model_really_writes(model, tokenizer, card)
     samples = re.findall(r"^> \*\*(.+?)\*\* (.+)$", card, re.MULTILINE)
     assert samples
     for prompt, rest in samples:
-        ids = torch.tensor([[0, *tokenizer(prompt)["input_ids"]]])
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         with torch.inference_mode():
             output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         written = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

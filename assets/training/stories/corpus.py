@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
@@ -60,7 +60,8 @@ def train_tokenizer(stories: list[Story], vocab: int) -> PreTrainedTokenizerFast
 
 
 def wrap_tokenizer(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers saves and loads it."""
+    """The tokenizer as transformers saves and loads it. Every text gets an EOT in front, as in training."""
+    bpe.post_processor = processors.TemplateProcessing(single=f"{EOT} $A", special_tokens=[(EOT, EOT_ID)])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=EOT, eos_token=EOT, pad_token=EOT,
         model_max_length=1024, clean_up_tokenization_spaces=False,
@@ -79,7 +80,7 @@ class Windows:
         self, stories: list[Story], tokenizer: PreTrainedTokenizerFast, window: int, batch: int, seed: int
     ) -> None:
         encoded = tokenizer([story.text for story in stories])["input_ids"]
-        self.documents = [torch.tensor([EOT_ID, *ids], dtype=torch.int32) for ids in encoded]
+        self.documents = [torch.tensor(ids, dtype=torch.int32) for ids in encoded]
         self.whole = [story.whole for story in stories]
         self.window, self.batch, self.seed = window, batch, seed
         self.tokens = sum(len(document) for document in self.documents)
@@ -115,5 +116,5 @@ class Windows:
 def held_out_ids(stories: list[Story], tokenizer: PreTrainedTokenizerFast, window: int) -> torch.Tensor:
     """The held-out stories as (rows, window) int64, in order, the ragged end dropped."""
     encoded = tokenizer([story.text for story in stories])["input_ids"]
-    flat = torch.tensor([token for ids in encoded for token in (EOT_ID, *ids)])
+    flat = torch.tensor([token for ids in encoded for token in ids])
     return flat[: len(flat) // window * window].view(-1, window)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import EOT_ID, held_out_ids, read_real, split_real
+from corpus import held_out_ids, read_real, split_real
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPTS = (
@@ -78,7 +78,7 @@ def held_out(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, window:
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> dict[str, Any]:
     """The model's likeliest continuation of `prompt`, and whether it loops."""
-    ids = torch.tensor([[EOT_ID, *tokenizer(prompt)["input_ids"]]])
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[0].tolist()
     return {"text": tokenizer.decode(output, skip_special_tokens=True), "loops": loops(output[ids.shape[1] :])}
 
