@@ -8,24 +8,27 @@ let current = null; // {run, token} of this page's last run
 let next = 1; // the first sequence number that the generator has not brought yet
 let filling = Promise.resolve();
 
-/**
- * Passes a batch on, after what is missing before it: Gradio drops all but the newest of the values that come
- * while a tab is hidden, and a websocket may close with frames under way.
- */
-async function feed(batch) {
-  const run = current;
-  if (!run || batch.run !== run.run) return;
-  const wanted = Math.max(next, (window.specviz?.state?.seq ?? 0) + 1);
-  if (batch.from > wanted) {
-    const missing = await fetchEvents(run, wanted);
-    if (run !== current) return;
-    if (missing.length) {
-      const to = missing[missing.length - 1].seq;
-      window.specviz?.feed({ v: 1, run: run.run, from: wanted, to, events: missing, lost: 0 });
-    }
-  }
+/** Passes a batch on, after what is missing before it. */
+async function feed(run, batch) {
+  if (!run || run !== current || batch.run !== run.run) return;
+  await fill(run, batch.from - 1);
+  if (run !== current) return;
   next = Math.max(next, batch.to + 1);
   window.specviz?.feed(batch);
+}
+
+/**
+ * Fetches what the panels lack up to number `last`: Gradio drops all but the newest of the values that come
+ * while a tab is hidden, and a websocket may close with frames under way.
+ */
+async function fill(run, last) {
+  const wanted = Math.max(next, (window.specviz?.state?.seq ?? 0) + 1);
+  if (!run || run !== current || wanted > last) return;
+  const events = await fetchEvents(run, wanted);
+  if (run !== current || !events.length) return;
+  const to = events[events.length - 1].seq;
+  next = Math.max(next, to + 1);
+  window.specviz?.feed({ v: 1, run: run.run, from: wanted, to, events, lost: 0 });
 }
 
 async function fetchEvents(run, from) {
@@ -54,7 +57,11 @@ function receive(text) {
     next = 1;
     window.specviz?.attach(current);
   } else if (message.op === "feed") {
-    filling = filling.then(() => feed(message.batch));
+    const run = current;
+    filling = filling.then(() => feed(run, message.batch));
+  } else if (message.op === "end") {
+    const run = current;
+    filling = filling.then(() => fill(run, message.last));
   }
 }
 

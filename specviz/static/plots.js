@@ -5,6 +5,9 @@ import { el } from "./dom.js";
 import { colours } from "./theme.js";
 
 const REDRAW_EVERY = 500;
+/** Plots narrower than this (px) get a lower height. */
+const NARROW = 340;
+const NARROW_HEIGHT = 250;
 const WAIT_FOR_PLOTLY = 20_000;
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
 
@@ -39,9 +42,10 @@ export class Plot {
   #width = 0;
 
   constructor({ label, height, figure, plotter }) {
-    this.node = el("div", { class: "sv-plot", role: "img", "aria-label": label, style: `height:${height}px` });
+    this.node = el("div", { class: "sv-plot", role: "img", "aria-label": label });
+    this.node.style.height = `${height}px`;
     this.figure = figure;
-    this.height = height;
+    this.fullHeight = height;
     new IntersectionObserver((entries) => {
       this.#visible = entries[entries.length - 1].isIntersecting;
       if (this.#visible) plotter.wake();
@@ -50,6 +54,8 @@ export class Plot {
       const width = this.node.clientWidth;
       if (width > 0 && width !== this.#width) {
         this.#width = width;
+        this.height = width < NARROW ? Math.min(this.fullHeight, NARROW_HEIGHT) : this.fullHeight;
+        this.node.style.height = `${this.height}px`;
         this.invalidate(true);
         plotter.wake();
       }

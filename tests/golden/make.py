@@ -25,7 +25,7 @@ SCENARIOS = {
     "knob": Scenario(seed=3, k=[2, 2, 2, 6], tokens=24, knobs={3: ("k", 2, 6)}),
     "eos": Scenario(seed=4, k=4, tokens=100, eos_round=4),
     "batch2": Scenario(seed=5, k=3, tokens=14, sequences=2, slots=5),
-    "stopped": Scenario(seed=6, k=4, tokens=100, stop_round=5, hostile=True),
+    "stopped": Scenario(seed=6, k=4, tokens=100, stop_round=8, hostile=True),
 }
 
 
@@ -55,6 +55,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write one long stream here instead")
     parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--hostile", action="store_true", help="with texts that try to break out of the page")
     arguments = parser.parse_args()
     if arguments.out is None:
         write_golden()
@@ -64,8 +65,9 @@ if __name__ == "__main__":
             arguments.out,
             stream(
                 Scenario(
-                    seed=7, k=lengths * 40, tokens=arguments.tokens, layers=8, experts=16, slots=8, auto=True,
-                    accept=0.85, knobs={24: ("policy", "lru", "lookahead"), 40: ("slots", 6, 8)}, hostile=True,
+                    seed=7, k=lengths * 40, tokens=arguments.tokens, layers=8, experts=16, slots=10, auto=True,
+                    accept=0.85, foresight=0.97, transfer_ms=0.22, hostile=arguments.hostile,
+                    knobs={24: ("policy", "lru", "lookahead"), 40: ("slots", 8, 10)},
                 )
             ),
         )  # fmt: skip

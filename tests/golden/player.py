@@ -192,7 +192,7 @@ class Player:
         return counts, used, stalled, moved * 147_456
 
     def token(self, sequence: int, state: str, position: int, experts: list[list[int]], drafted: bool) -> ev.Token:
-        words = HOSTILE if self.s.hostile and self.rng.random() < 0.3 else self.words
+        words = HOSTILE if self.s.hostile and self.rng.random() < 0.5 else self.words
         text = words[self.cursor[sequence] % len(words)]
         self.cursor[sequence] += 1
         p = round(self.rng.betavariate(6, 2), 4)

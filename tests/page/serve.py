@@ -1,6 +1,6 @@
 """Serves the browser side alone, with a recording in place of an engine: for looking at it while working on it.
 
-    python tests/page/serve.py [--recording tests/golden/draft4.ndjson] [--port 8000]
+python tests/page/serve.py [--recording tests/golden/draft4.ndjson] [--port 8000]
 """
 
 from __future__ import annotations

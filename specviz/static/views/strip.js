@@ -24,7 +24,7 @@ export function createStrip({ state, select }) {
     table: () => tokenTable(state.scene),
   });
   const text = el("div", { class: "sv-text", role: "group", "aria-label": "Generated text", data: { colour: "on" } });
-  const lane = el("div", { class: "sv-rejected", role: "group", "aria-label": "Rejected draft tokens" });
+  const lane = el("div", { class: "sv-drafts", role: "group", "aria-label": "Rejected draft tokens" });
   const rejected = el("div", { class: "sv-rejected-lane" }, lane);
   const detail = createDetail();
   const counts = {};

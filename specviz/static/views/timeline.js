@@ -6,8 +6,8 @@ import { createPanel } from "../panel.js";
 import { colours, onThemeChange, reducedMotion } from "../theme.js";
 import { HEIGHT, LANES, drawTimeline, hatch, plotArea, sliceAt } from "./timeline_draw.js";
 
-/** Rounds that the picture spans while it follows the run. */
-const FOLLOW_ROUNDS = 7;
+/** Pixels that a round gets while the picture follows the run. */
+const ROUND_WIDTH = 230;
 const SHORTEST = 2e4;
 const KEYS = { w: "in", s: "out", a: "left", d: "right", "+": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right" };
 
@@ -79,7 +79,7 @@ export function createTimeline({ state, wake }) {
 
   /** Glide towards the latest rounds; true while still on the way. */
   function chase() {
-    const rounds = state.scene.rounds.slice(-FOLLOW_ROUNDS);
+    const rounds = state.scene.rounds.slice(-Math.max(2, Math.round(picture.width / ROUND_WIDTH)));
     const latest = state.metrics.t;
     const first = rounds.length ? rounds[0].start : firstTime(state.scene);
     const target = { start: Math.min(first, latest - SHORTEST), end: latest + (latest - first) * 0.02 };

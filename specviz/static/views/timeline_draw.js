@@ -11,8 +11,8 @@ export const LANES = [
   { id: "prefetch", label: "link: prefetch", short: "prefetch" },
 ];
 const TOP = 26;
-const LANE = 38;
-const BAR = 26;
+const LANE = 42;
+const BAR = 28;
 const BOTTOM = 24;
 export const HEIGHT = TOP + LANES.length * LANE + BOTTOM;
 /** Arrows are drawn while they can be told apart. */
@@ -133,8 +133,8 @@ function drawStall(pen, stall, x, scale, looks, pattern) {
   pen.fillStyle = wide > 2.5 ? pattern : looks.stall;
   pen.fillRect(left, ROW.experts, wide, BAR);
   pen.fillStyle = looks.stall;
-  pen.globalAlpha = 0.1;
-  pen.fillRect(left, TOP, wide, LANES.length * LANE);
+  pen.globalAlpha = 0.13;
+  pen.fillRect(left, ROW.experts + BAR, wide, ROW.prefetch - ROW.experts);
   pen.globalAlpha = 1;
 }
 
@@ -146,7 +146,7 @@ function drawArrows(pen, transfers, x, looks) {
   const to = ROW.experts + BAR;
   pen.strokeStyle = pen.fillStyle = looks.muted;
   pen.lineWidth = 1;
-  pen.globalAlpha = 0.55;
+  pen.globalAlpha = 0.45;
   for (const transfer of used) {
     const left = x(transfer.end);
     const right = x(transfer.fated);
