@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from conftest import GOLDEN
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.e2e
 
 
