@@ -48,8 +48,8 @@ async def generate(session: Session, controls: Controls, values: list[Any]) -> A
         assert end is not None
         if end.error:
             gr.Warning(end.error, title="The run failed")
-        done = {"op": "end", "run": run.id, "status": end.status, "error": end.error, "results": end.summary}
-        yield json.dumps(done), ref
+        done = {"op": "end", "run": run.id, "last": run.hub.last_seq, "status": end.status, "error": end.error}
+        yield json.dumps({**done, "results": end.summary}), ref
     finally:
         run.hub.detach(viewer)
 
