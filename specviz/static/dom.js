@@ -27,6 +27,12 @@ export function button(text, title, onClick, pressed) {
   return node;
 }
 
+/** What colours mean: [class of the swatch, words] pairs. */
+export const legend = (items) =>
+  el("div", { class: "sv-legend sv-legend-small" }, ...items.map(([name, label]) =>
+    el("span", { class: "sv-key" }, el("i", { class: `sv-swatch ${name}` }), label),
+  ));
+
 /** A canvas that is as sharp as the screen and tells `onResize(width, height)` in CSS pixels. */
 export function canvas(properties, height, onResize) {
   const node = el("canvas", properties);

@@ -56,6 +56,8 @@ export class Stage {
       this.plotter.invalidate(true);
       this.wake();
     });
+    // Whoever looks closer does not want the recording to begin again under their hands.
+    this.root.addEventListener("pointerdown", () => state.replay && (state.replay.loop = false));
     document.addEventListener("visibilitychange", () => {
       // Frames stopped while the page was hidden; the state did not.
       if (!document.hidden) this.refresh();

@@ -20,7 +20,7 @@ export function createAcceptance({ state, plotter }) {
   });
   const positions = new Plot({
     label: "Acceptance by position in the draft", height: HEIGHT, plotter,
-    figure: () => positionFigure(state.figures.acceptance, colours(panel.root)),
+    figure: (width) => positionFigure(state.figures.acceptance, colours(panel.root), width),
   });
   const lengths = new Plot({
     label: "Histogram of tokens a round", height: HEIGHT, plotter,
@@ -40,22 +40,28 @@ export function createAcceptance({ state, plotter }) {
   return { root: panel.root, draw, refreshTable: panel.refreshTable };
 }
 
-function positionFigure({ by_position: rows }, looks) {
+function positionFigure({ by_position: rows }, looks, width) {
+  // Narrow bars have no room for the letter.
+  const label = (width - 70) / Math.max(4, rows.length) < 36 ? "" : "n ";
   return {
     data: [{
       type: "bar",
       x: rows.map((_, i) => i + 1),
       y: rows.map((row) => row.rate * 100),
-      text: rows.map((row) => `n ${row.verified}`),
+      text: rows.map((row) => `${label}${row.verified}`),
       textposition: "outside",
+      textfont: { size: 11 },
+      textangle: 0,
+      constraintext: "none",
       cliponaxis: false,
       marker: { color: looks.accepted },
-      hovertemplate: "position %{x}: %{y:.1f} % of %{text}<extra></extra>",
+      hovertemplate: "position %{x}: %{y:.1f} % of n %{customdata}<extra></extra>",
+      customdata: rows.map((row) => row.verified),
     }],
     layout: {
       showlegend: false,
       xaxis: { title: { text: "position in the draft" }, dtick: 1, range: [0.4, Math.max(4, rows.length) + 0.6] },
-      yaxis: { title: { text: "accepted (%)" }, range: [0, 112], tickvals: [0, 25, 50, 75, 100] },
+      yaxis: { title: { text: label ? "accepted (%)" : "accepted (%), n above" }, range: [0, 112], tickvals: [0, 25, 50, 75, 100] },
     },
   };
 }

@@ -1,6 +1,6 @@
 // Where experts are and what is hot: a grid of layers and experts, and hits, late ones and misses by round.
 
-import { canvas, el, setText, tooltip } from "../dom.js";
+import { canvas, el, legend, setText, tooltip } from "../dom.js";
 import { integer, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { FONT } from "../plots.js";
@@ -32,10 +32,10 @@ export function createExperts({ state, wake }) {
   const tip = tooltip(grid.box);
   const words = el("p", { class: "sv-formula" });
   const reading = el("p", { class: "sv-hint", "aria-live": "off" });
-  panel.body.append(grid.box, key([
+  panel.body.append(grid.box, legend([
     ["sv-cell-resident", "resident"], ["sv-cell-used", "used in this round"], ["sv-cell-heat", "used often (fades)"],
     ["sv-cell-evicted", "evicted"], ["sv-cell-selected", "experts of the token looked at"],
-  ]), reading, bars.box, key([["sv-fill-hit", "hit"], ["sv-fill-late", "late"], ["sv-fill-miss", "miss"]]), words);
+  ]), reading, bars.box, legend([["sv-fill-hit", "hit"], ["sv-fill-late", "late"], ["sv-fill-miss", "miss"]]), words);
   onThemeChange(() => {
     looks = colours(panel.root);
     redraw();
@@ -104,10 +104,6 @@ export function createExperts({ state, wake }) {
   };
   return { root: panel.root, draw, frame, reset, touch: redraw, refreshTable: panel.refreshTable };
 }
-
-const key = (items) => el("div", { class: "sv-legend sv-legend-small" }, ...items.map(([name, label]) =>
-  el("span", { class: "sv-key" }, el("i", { class: `sv-swatch ${name}` }), label),
-));
 
 function drawGrid({ context: pen, width, height }, { rows, columns, size, high }, state, looks, flash, cursor) {
   const { heat, resident, used } = state.figures.experts;

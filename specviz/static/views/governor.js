@@ -1,6 +1,6 @@
 // Why this draft length: k over rounds, the reasons in words, and where a person's knob took effect.
 
-import { el } from "../dom.js";
+import { el, legend } from "../dom.js";
 import { value } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot, knobMarks } from "../plots.js";
@@ -23,7 +23,9 @@ export function createGovernor({ state, plotter }) {
     figure: () => governorFigure(state.figures, panel.root),
   });
   const list = el("ol", { class: "sv-reasons", "aria-label": "The latest reasons" });
-  panel.body.append(el("div", { class: "sv-pair sv-pair-wide" }, plot.node, list));
+  panel.body.append(el("div", { class: "sv-pair sv-pair-wide" }, el("div", {}, plot.node, legend([
+    ["sv-mark-k", "draft length"], ["sv-mark-probe", "a probe"], ["sv-lane-knob", "a knob took effect"],
+  ])), list));
   let shown = null;
 
   function draw({ governor, knobs }) {
@@ -71,7 +73,7 @@ function governorFigure({ governor, knobs }, node) {
       marks("probe", probes, { color: looks.corrected, size: 7, symbol: "diamond" }),
     ],
     layout: {
-      margin: { l: 46, r: 10, t: 40, b: 44 },
+      showlegend: false,
       xaxis: { title: { text: "round" } },
       yaxis: { title: { text: "draft length k" }, dtick: 2, range: [-0.4, Math.max(4, ...series.map((c) => c.k)) + 0.8] },
       ...knobMarks(node, knobs, (knob) => knob.round),

@@ -1,7 +1,7 @@
 // The big numbers, what the run is doing, and the facts needed to read everything else.
 
 import { el, setText } from "../dom.js";
-import { DASH, bytes, clock, duration, integer, number, percent, plural } from "../format.js";
+import { DASH, bytes, clock, duration, integer, number, percent, plural, value } from "../format.js";
 
 const MODES = {
   idle: ["waiting", "No run yet"],
@@ -26,6 +26,7 @@ export function createHeader() {
   const badge = el("span", { class: "sv-badge" });
   const phase = el("span", { class: "sv-phase" });
   const time = el("span", { class: "sv-clock" });
+  const change = el("span", { class: "sv-change" });
   const tools = el("div", { class: "sv-tools" });
   const progress = el("progress", { class: "sv-progress", max: 1, "aria-label": "Loading the model" });
   const notice = el("p", { class: "sv-notice", role: "alert" });
@@ -35,7 +36,7 @@ export function createHeader() {
   const root = el(
     "section",
     { class: "sv-header", "aria-label": "The run at a glance" },
-    el("div", { class: "sv-status" }, badge, phase, time, progress, tools),
+    el("div", { class: "sv-status" }, badge, phase, time, progress, change, tools),
     notice,
     el("div", { class: "sv-tiles" }, ...Object.values(tiles).map((tile) => tile.root)),
     el("div", { class: "sv-about" }, facts, memory),
@@ -50,6 +51,7 @@ export function createHeader() {
     setText(phase, phaseText(figures));
     setText(time, clockText(figures, state, now));
     drawProgress(figures);
+    setText(change, changeText(figures.knobs, state.acks));
     const message = figures.run.error ?? state.message;
     setText(notice, message ?? (figures.lost ? `${plural(figures.lost, "event")} did not arrive: figures are a little low.` : ""));
     notice.hidden = !notice.textContent;
@@ -83,19 +85,19 @@ export function createHeader() {
 }
 
 function createTile(id, label, unit, title) {
-  const value = el("span", { class: "sv-tile-value", text: DASH });
+  const figure = el("span", { class: "sv-tile-value", text: DASH });
   const sub = el("span", { class: "sv-tile-sub", text: " " });
   const root = el(
     "div",
     { class: `sv-tile sv-tile-${id}`, title },
     el("span", { class: "sv-tile-label", text: label }),
-    el("span", { class: "sv-tile-line" }, value, el("span", { class: "sv-tile-unit", text: unit })),
+    el("span", { class: "sv-tile-line" }, figure, el("span", { class: "sv-tile-unit", text: unit })),
     sub,
   );
   return {
     root,
     set(text, below) {
-      setText(value, text);
+      setText(figure, text);
       setText(sub, below);
     },
   };
@@ -118,6 +120,14 @@ function clockText({ run, t }, state, now) {
   const over = ["finished", "stopped", "failed"].includes(run.status);
   if (over) state.ended ??= now;
   return clock(((over ? state.ended : now) - state.began) / 1000);
+}
+
+/** What became of the knob moved last: asked for (the server has it), or in effect since a round. */
+function changeText(knobs, acks) {
+  const done = knobs[knobs.length - 1];
+  const asked = Object.values(acks).reduce((a, b) => (b.version > (a?.version ?? 0) ? b : a), null);
+  if (asked && asked.version > (done?.version ?? 0)) return `${asked.name} ${value(asked.value)} asked for`;
+  return done ? `${done.name} ${value(done.old)} → ${value(done.new)} since round ${done.round}` : "";
 }
 
 function drawFacts(facts, memory, { facts: run, experts }) {
@@ -147,11 +157,11 @@ function drawMemory(node, memory) {
   const words = MEMORY.map((part) => `${MEMORY_LABELS[part]} ${bytes(memory[part] ?? 0)}`).join(", ");
   const bar = el("div", { class: "sv-bar", role: "img", "aria-label": `Fast memory ${bytes(total)}: ${words}` });
   const legend = el("div", { class: "sv-bar-legend" }, el("span", { text: `Fast memory ${bytes(total)}` }));
-  for (const part of MEMORY) {
-    const share = (memory[part] ?? 0) / total;
+  for (const part of MEMORY.filter((part) => memory[part])) {
+    const share = memory[part] / total;
     bar.append(el("span", { class: `sv-bar-part sv-memory-${part}`, style: `flex-grow:${share}` }));
     legend.append(
-      el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-memory-${part}` }), `${MEMORY_LABELS[part]} ${bytes(memory[part] ?? 0)}`),
+      el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-memory-${part}` }), `${MEMORY_LABELS[part]} ${bytes(memory[part])}`),
     );
   }
   node.append(bar, legend);

@@ -1,7 +1,7 @@
 // Which resource is the limit? What each draft length would bring, and where the run stands under its roofs.
 
-import { el, setText } from "../dom.js";
-import { bytes, number, percent } from "../format.js";
+import { el, legend, setText } from "../dom.js";
+import { bytes, duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot } from "../plots.js";
 import { colours } from "../theme.js";
@@ -16,9 +16,9 @@ export function createRoofline({ state, plotter }) {
     title: "Amortization roofline",
     question: "Which resource is the limit?",
     table: () => ({
-      head: ["round", "k", "tokens", "seconds", "waited-for bytes", "tokens/s", "compute roof"],
+      head: ["round", "k", "tokens", "time", "waited-for bytes", "tokens/s", "compute roof"],
       rows: (state.figures?.roofline.points ?? []).map((p) =>
-        [p.round, p.k, p.tokens, number(p.seconds), bytes(p.sync_bytes), number(p.rate), number(p.compute_roof)]),
+        [p.round, p.k, p.tokens, duration(p.seconds * 1e9), bytes(p.sync_bytes), number(p.rate), number(p.compute_roof)]),
     }),
   });
   const curve = new Plot({
@@ -30,7 +30,16 @@ export function createRoofline({ state, plotter }) {
     figure: () => roofFigure(state.figures.roofline, colours(panel.root)),
   });
   const words = el("p", { class: "sv-formula" });
-  panel.body.append(el("div", { class: "sv-pair" }, curve.node, roofs.node), words);
+  panel.body.append(el(
+    "div", { class: "sv-pair" },
+    el("div", {}, curve.node, legend([
+      ["sv-mark-measured", "measured, older ones fade"], ["sv-mark-predicted", "predicted Θ(k)"], ["sv-mark-chosen", "chosen k"],
+    ])),
+    el("div", {}, roofs.node, legend([
+      ["sv-mark-link", "link roof"], ["sv-mark-compute", "compute roof"], ["sv-mark-measured", "rounds"],
+      ["sv-mark-window", "last 20 rounds"],
+    ])),
+  ), words);
 
   function draw({ roofline, governor }) {
     panel.say(sentence(roofline.window));
@@ -74,7 +83,7 @@ function curveFigure({ governor, roofline }, looks) {
   return {
     data,
     layout: {
-      margin: { l: 52, r: 10, t: 40, b: 44 },
+      showlegend: false,
       xaxis: { title: { text: "draft length k (tokens)" }, dtick: most > 10 ? 2 : 1, range: [-0.5, most + 0.5] },
       yaxis: { title: { text: "tokens/s" }, rangemode: "tozero" },
     },
@@ -115,7 +124,7 @@ function roofFigure({ points, window, link_bytes_per_s: link }, looks) {
   return {
     data,
     layout: {
-      margin: { l: 52, r: 10, t: 40, b: 44 },
+      showlegend: false,
       xaxis: { title: { text: "tokens per MB waited for" }, type: "log", range: [Math.log10(low), Math.log10(high)], dtick: 1 },
       yaxis: { title: { text: "tokens/s" }, type: "log", dtick: 1 },
     },

@@ -1,6 +1,6 @@
 // Does it pay? Tokens a second, and where the time goes.
 
-import { el, setText } from "../dom.js";
+import { el, legend, setText } from "../dom.js";
 import { duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot, knobMarks } from "../plots.js";
@@ -26,11 +26,11 @@ export function createSpeed({ state, plotter }) {
   const parts = Object.fromEntries(PARTS.map(([name]) => [name, el("span", { class: `sv-bar-part sv-time-${name}` })]));
   bar.append(...Object.values(parts));
   const values = {};
-  const legend = el("div", { class: "sv-bar-legend" }, ...PARTS.map(([name, label]) => {
+  const shares = el("div", { class: "sv-bar-legend" }, ...PARTS.map(([name, label]) => {
     values[name] = el("b", { text: "–" });
     return el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-time-${name}` }), label, values[name]);
   }));
-  panel.body.append(plot.node, el("h4", { text: "Where the decoding time goes" }), bar, legend);
+  panel.body.append(plot.node, legend([["sv-mark-rate", "last second"], ["sv-mark-mean", "whole run"], ["sv-lane-knob", "a knob took effect"]]), el("h4", { text: "Where the decoding time goes" }), bar, shares);
 
   function draw({ time }) {
     for (const [name] of PARTS) {
@@ -59,7 +59,7 @@ function speedFigure({ time, knobs }, node) {
       line("whole run", "mean", { color: looks.muted, width: 2, dash: "dash" }),
     ],
     layout: {
-      margin: { l: 52, r: 10, t: 40, b: 44 },
+      showlegend: false,
       xaxis: { title: { text: "time (s)" }, rangemode: "tozero" },
       yaxis: { title: { text: "tokens/s" }, rangemode: "tozero" },
       ...knobMarks(node, knobs, (knob) => knob.t / 1e9),

@@ -1,6 +1,6 @@
 // The hero: what the engine computed while experts crossed the link, and where it had to wait.
 
-import { button, canvas, el, setText, tooltip } from "../dom.js";
+import { button, canvas, el, legend, setText, tooltip } from "../dom.js";
 import { duration, percent, value } from "../format.js";
 import { createPanel } from "../panel.js";
 import { colours, onThemeChange, reducedMotion } from "../theme.js";
@@ -179,15 +179,12 @@ function listen(picture, { view, zoom, move, fit, toggle, tip, state, setFollow,
 }
 
 function createKey() {
-  const items = [
+  return legend([
     ...LANES.map(({ id, label }) => [`sv-lane-${id}`, label]),
     ["sv-lane-stall", "stall: the engine waits"],
     ["sv-lane-wasted", "wasted or cancelled"],
     ["sv-lane-knob", "a knob took effect"],
-  ];
-  return el("div", { class: "sv-legend sv-legend-small" }, ...items.map(([name, label]) =>
-    el("span", { class: "sv-key" }, el("i", { class: `sv-swatch ${name}` }), label),
-  ));
+  ]);
 }
 
 const firstTime = (scene) => scene.slices[0]?.start ?? scene.transfers[0]?.start ?? 0;

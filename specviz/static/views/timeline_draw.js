@@ -39,8 +39,8 @@ export function hatch(context, colour) {
   }
   pen.stroke();
   const pattern = context.createPattern(tile, "repeat");
-  // The context is scaled for sharp screens; the pattern is in screen pixels.
-  pattern.setTransform(new DOMMatrix().scale(0.5 * Math.max(1, 2 / (window.devicePixelRatio || 1)) * 0.5));
+  // Drawn at twice its size, so that it stays sharp on dense screens.
+  pattern.setTransform(new DOMMatrix().scale(0.5));
   return pattern;
 }
 
