@@ -26,8 +26,7 @@ class EmulatedLink(Link):
 
     emulated = True
 
-    def __init__(self, source: Source, gbps: float, latency_us: float = 0.0, preset: str | None = None) -> None:
-        self._preset = preset
+    def __init__(self, source: Source, gbps: float, latency_us: float = 0.0) -> None:
         self._gbps, self._latency_us = gbps, latency_us
         self._free_ns = 0
         self._closing = threading.Event()
@@ -35,18 +34,25 @@ class EmulatedLink(Link):
 
     @property
     def label(self) -> str:
-        pace = f"emulated {self._gbps:g} GB/s" + (f", {self._latency_us:g} µs" if self._latency_us else "")
-        return f"{pace} ({self._preset})" if self._preset else pace
+        return f"emulated {self._gbps:g} GB/s" + (f", {self._latency_us:g} µs" if self._latency_us else "")
 
     @property
     def bytes_per_s(self) -> float:
         return self._gbps * 1e9
 
+    @property
+    def gbps(self) -> float:
+        """GB/s (1e9 bytes)."""
+        return self._gbps
+
+    @property
+    def latency_us(self) -> float:
+        """Microseconds before the first byte of each transfer."""
+        return self._latency_us
+
     def set_rate(self, gbps: float, latency_us: float) -> None:
         """A new pace from the next chunk, a new latency from the next transfer on."""
         with self._lock:
-            if (gbps, latency_us) != (self._gbps, self._latency_us):
-                self._preset = None
             self._gbps, self._latency_us = gbps, latency_us
 
     def close(self) -> None:
