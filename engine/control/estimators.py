@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # Weight of the newest observation: about the last ten rounds count.
 EMA_WEIGHT = 0.15
 # Acceptance before anything was measured; MoE-SpeQ reports "> 90 %" for an INT4 self-draft.
@@ -85,30 +87,64 @@ class LoadEstimator:
         return max(value, 0.0)
 
 
+class RunningLine:
+    """y ≈ a + b·x with b >= 0, least squares over the recent observations (older ones fade)."""
+
+    def __init__(self, weight: float = EMA_WEIGHT / 3) -> None:
+        self._keep = 1 - weight
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        for name, value in (("_n", 1.0), ("_x", x), ("_y", y), ("_xx", x * x), ("_xy", x * y)):
+            setattr(self, name, getattr(self, name) * self._keep + value)
+
+    def __call__(self, x: float) -> float:
+        """The estimate at x >= 1; 0 before any observation.
+
+        While all observations lie at one x there is no slope: half of the cost is then taken as fixed.
+        """
+        if not self._n:
+            return 0.0
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x**2
+        if spread < 1e-6:
+            return mean_y * (0.5 + 0.5 * x / mean_x)
+        slope = max((self._xy / self._n - mean_x * mean_y) / spread, 0.0)
+        return max(mean_y + slope * (x - mean_x), 0.1 * mean_y)
+
+
 class CostEstimator:
-    """Seconds of compute: a draft pass, and a verification of r rows (a line through what was measured)."""
+    """Seconds of compute: a draft pass, a verification of r rows, and all the rest of a round."""
 
     def __init__(self) -> None:
         self.draft_pass = Ema()
+        self.verify = RunningLine()
         self.overhead = Ema()
-        self._by_rows: dict[int, Ema] = {}
 
-    def observe_verify(self, rows: int, seconds: float) -> None:
-        self._by_rows.setdefault(rows, Ema()).add(seconds)
 
-    def verify(self, rows: int) -> float:
-        """Compute seconds of a pass over `rows` rows, without waiting for experts."""
-        points = {r: ema.get(0.0) for r, ema in self._by_rows.items()}
-        if rows in points:
-            return points[rows]
-        if not points:
-            return 0.0
-        if len(points) == 1:
-            only, seconds = next(iter(points.items()))
-            # One point gives no slope: assume half of it is fixed, which small batches on CPUs and GPUs roughly show.
-            return seconds * (0.5 + 0.5 * rows / only)
-        mean_r = sum(points) / len(points)
-        mean_s = sum(points.values()) / len(points)
-        spread = sum((r - mean_r) ** 2 for r in points)
-        slope = max(sum((r - mean_r) * (s - mean_s) for r, s in points.items()) / spread, 0.0)
-        return max(mean_s + slope * (rows - mean_r), min(points.values()) * 0.5)
+class Correction:
+    """How far measured cycles are from predicted ones, as a smooth function of k.
+
+    Neighbours inform each other: a k that was tried once, in a noisy moment, must not make a spike.
+    """
+
+    #: How fast an observation loses weight with the distance in k, and how many count at most.
+    REACH, MOST = 2.0, 8.0
+    #: How far a measured cycle may correct a predicted one.
+    LOW, HIGH = 0.25, 4.0
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Ema, float]] = {}
+
+    def add(self, k: int, measured_over_predicted: float) -> None:
+        ema, count = self._seen.get(k, (Ema(), 0.0))
+        ema.add(math.log(min(max(measured_over_predicted, self.LOW), self.HIGH)))
+        self._seen[k] = (ema, min(count + 1, self.MOST))
+
+    def __call__(self, k: int) -> float:
+        """The factor for predictions at k; 1 before any observation."""
+        weights = {seen: count * math.exp(-abs(seen - k) / self.REACH) for seen, (_, count) in self._seen.items()}
+        if not weights:
+            return 1.0
+        mean = sum(weight * self._seen[seen][0].get(0.0) for seen, weight in weights.items()) / sum(weights.values())
+        return math.exp(mean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.control.estimators import AcceptanceEstimator, CostEstimator, Ema, LoadEstimator
+from engine.control.estimators import AcceptanceEstimator, Correction, CostEstimator, LoadEstimator
 from engine.control.roofline import CycleCosts, cycle_seconds, rate
 
 # Another k must promise this much more before the governor moves: rounds are noisy.
@@ -15,8 +15,6 @@ FIRST_PROBE_INTERVAL = 12
 LONGEST_PROBE_INTERVAL = 192
 # The rounds that calibrate: one draft of this length, then one without.
 FIRST_K = 4
-# How far a measured cycle may correct a predicted one.
-CORRECTION_RANGE = (0.25, 4.0)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Governor:
         self.acceptance = AcceptanceEstimator(k_limit)
         self.loads = LoadEstimator(k_limit + 1, experts, top_k)
         self.costs = CostEstimator()
-        self._correction: dict[int, Ema] = {}
+        self._correction = Correction()
         self._k = FIRST_K
         self._calibration = deque([FIRST_K, 0])
         self._since_probe = 0
@@ -89,13 +87,12 @@ class Governor:
             self.acceptance.observe(verified, accepted)
         if seen.draft_passes:
             self.costs.draft_pass.add(seen.draft_seconds / seen.draft_passes)
-        self.costs.observe_verify(seen.k + 1, seen.verify_seconds)
+        self.costs.verify.add(seen.k + 1, seen.verify_seconds)
         self.costs.overhead.add(seen.overhead_seconds)
         self.loads.observe(seen.misses)
         predicted = self._predicted(seen.k, transfer_seconds, prefetching)
         if predicted > 0:
-            low, high = CORRECTION_RANGE
-            self._correction.setdefault(seen.k, Ema()).add(min(max(seen.seconds / predicted, low), high))
+            self._correction.add(seen.k, seen.seconds / predicted)
 
     def _predicted(self, k: int, transfer_seconds: float, prefetching: bool) -> float:
         # Prefetching asks for one more draft pass, which learns the last token's routes.
@@ -111,12 +108,8 @@ class Governor:
         )
 
     def _cycle(self, k: int, transfer_seconds: float, prefetching: bool) -> float:
-        """Predicted seconds, corrected by the nearest k that was measured."""
-        predicted = self._predicted(k, transfer_seconds, prefetching)
-        if not self._correction:
-            return predicted
-        nearest = min(self._correction, key=lambda seen: (abs(seen - k), seen))
-        return predicted * self._correction[nearest].get(1.0)
+        """Predicted seconds, corrected by what was measured at this and at nearby k."""
+        return self._predicted(k, transfer_seconds, prefetching) * self._correction(k)
 
     def _pick(self, asked: int | str, k_max: int, rates: list[float], can_draft: bool) -> tuple[int, bool, str]:
         if not can_draft:
