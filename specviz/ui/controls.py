@@ -142,7 +142,9 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
 
 def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:
     """The component that fits the knob's kind; `maximum` narrows its range to what the model has."""
-    label = f"{knob.label}{f', {knob.unit}' if knob.unit else ''} · {'live' if knob.live else 'next run'}"
+    said = f"{knob.label} {knob.help}".lower()
+    unit = f", {knob.unit}" if knob.unit and knob.unit not in said else ""
+    label = f"{knob.label}{unit} · {'live' if knob.live else 'next run'}"
     common: dict[str, Any] = {"label": label, "info": knob.help, "elem_id": f"sv-{knob.name}", "interactive": True}
     if knob.kind == "choice":
         return KnobControl(knob, gr.Radio(list(knob.choices), value=knob.default, **common))

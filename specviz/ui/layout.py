@@ -15,6 +15,7 @@ from specviz.session import Session
 from specviz.ui import handlers
 from specviz.ui.controls import Controls, KnobControl, create_controls, create_prompt
 from specviz.ui.panels import create_host, head
+from specviz.ui.theme import create_theme
 
 TITLE = "SpecViz"
 INTRO = (
@@ -23,6 +24,10 @@ INTRO = (
     "Press **Generate**, then move a knob and watch what it does."
 )
 EXPORTS = {"trace.json": "Perfetto trace", "events.ndjson": "Events", "summary.json": "Summary"}
+#: A phone shows the panels first and the knobs on demand.
+FOLD_ON_PHONES = """() => {
+    if (window.innerWidth < 700) document.querySelectorAll("#sv-controls .label-wrap.open").forEach((b) => b.click());
+}"""
 #: Live events must neither cover the page with a progress overlay nor wait in a queue behind a run.
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 QUEUE_SIZE = 64
@@ -49,6 +54,7 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
         for control in controls.knobs.values():
             if control.knob.live:
                 _bind_knob(session, control, run_ref)
+        demo.load(None, js=FOLD_ON_PHONES, **_named("fold"))
     # The session keeps the line of runs and says when it is full; this bound only guards the server's memory.
     return demo.queue(max_size=QUEUE_SIZE)
 
@@ -118,11 +124,10 @@ def launch_kwargs(session: Session) -> dict[str, Any]:
     `ssr_mode` must be off: the Node server in front of the page would refuse the websocket.
     """
     plotly = PlotlyScript()
-    sans, mono = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # plain names: nothing is fetched
     kwargs: dict[str, Any] = {
         "ssr_mode": False,
         "app_kwargs": {"routes": create_routes(session, plotly=plotly)},
-        "theme": gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=sans, font_mono=mono),
+        "theme": create_theme(),
         "head": head(plotly.digest),
         "footer_links": ["api", "settings"],
         "show_error": True,

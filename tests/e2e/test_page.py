@@ -172,4 +172,7 @@ def test_a_phone_is_wide_enough(open_page):
     page.click("#sv-generate")
     wait_for_tokens(page, 20)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for part in ("#sv-prompt", "#specviz-root", ".sv-text"):
+        assert page.locator(part).bounding_box()["width"] > 280, part
+    assert not page.is_visible("#sv-k input[type=range]"), "the knobs stand between the prompt and the panels"
     wait_for_status(page, "finished")
