@@ -83,6 +83,11 @@ class Cache:
         self.resident, self.used = [[] for _ in range(layers)], [[] for _ in range(layers)]
         self.heat = [[0.0] * experts for _ in range(layers)]
 
+    def begin_decode(self) -> None:
+        """Forget what the prefill requested; what it left in the cache stays."""
+        self.hits = self.late = self.misses = self.evictions = 0
+        self._series.clear()
+
     def state(self, event: Json) -> None:
         self.hits += event["hits"]
         self.late += event["late"]

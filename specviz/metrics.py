@@ -2,7 +2,8 @@
 
 Acceptance rate = accepted / verified draft tokens. Acceptance at position i = accepted at i / rounds
 that verified i. Mean acceptance length = 1 + accepted / rounds with a draft. Hit rate = (hits + late) /
-requests. Overlap: see `specviz.overlap`. Stall = time that the engine waited for an expert.
+requests. Overlap: see `specviz.overlap`. Stall = time that the engine waited for an expert. All of them
+are about decoding: what the prefill moved and waited for is forgotten when decoding begins.
 
 `static/reducer.js` is the same reducer for the browser; `tests/golden` holds the two together.
 """
@@ -44,7 +45,7 @@ class Metrics:
             "phase": self._phase,
             "round": self._round,
             "transfer": self._transfer,
-            "settled": self.transfers.settled,
+            "settled": lambda event: self.transfers.settled(event),
             "compute": lambda event: self.overlap.compute(event["start"], event["end"]),
             "stall": self._stall,
             "cache": self.cache.state,
@@ -80,6 +81,10 @@ class Metrics:
 
     def _phase(self, event: Json) -> None:
         self.run["phase"], self.run["phase_t"] = event["phase"], event["t"]
+        if event["phase"] == "decode":
+            self.transfers, self.overlap = Transfers(), Overlap()
+            self.cache.begin_decode()
+            self.clock.begin_decode()
 
     def _round(self, event: Json) -> None:
         self.acceptance.round(event)

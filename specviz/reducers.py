@@ -121,6 +121,10 @@ class Clock:
             self._series.pop()
         self._series.append({"round": event["round"], "t": self.end, "rate": self._rate(), "mean": self._mean()})
 
+    def begin_decode(self) -> None:
+        """Forget what the prefill waited for."""
+        self.stalls = self.stalled = 0
+
     def waited(self, event: Json) -> None:
         self.stalls += 1
         self.stalled += event["end"] - event["start"]

@@ -78,6 +78,12 @@ export class Cache {
     this.heat = rows(() => new Array(experts).fill(0));
   }
 
+  /** Forget what the prefill requested; what it left in the cache stays. */
+  beginDecode() {
+    this.hits = this.late = this.misses = this.evictions = 0;
+    this.#series = [];
+  }
+
   state(event) {
     this.hits += event.hits;
     this.late += event.late;

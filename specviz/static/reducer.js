@@ -70,6 +70,12 @@ const HANDLERS = {
   phase(metrics, event) {
     metrics.run.phase = event.phase;
     metrics.run.phase_t = event.t;
+    if (event.phase === "decode") {
+      metrics.transfers = new Transfers();
+      metrics.overlap = new Overlap();
+      metrics.cache.beginDecode();
+      metrics.clock.beginDecode();
+    }
   },
   round(metrics, event) {
     metrics.acceptance.round(event);

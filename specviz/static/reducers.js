@@ -128,6 +128,11 @@ export class Clock {
     push(this.#series, { round: event.round, t: this.end, rate: this.#rate(), mean: this.#mean() }, SERIES_LIMIT);
   }
 
+  /** Forget what the prefill waited for. */
+  beginDecode() {
+    this.stalls = this.stalled = 0;
+  }
+
   waited(event) {
     this.stalls += 1;
     this.stalled += event.end - event.start;

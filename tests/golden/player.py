@@ -296,9 +296,20 @@ class Player:
         self.round = -1
         for layer in range(s.layers):
             self.work("prefill", "attention", layer, 3, 0.5)
+            self.prefill_miss(layer)
             self.work("prefill", "experts", layer, 3, 0.8)
+        empty: list[list[int]] = [[] for _ in range(s.layers)]
+        self.emit(ev.CacheState(self.now, -1, s.slots, empty, empty, [], 0, 0, s.layers))
         self.round = 0
         self.emit(ev.Phase(self.now, "decode"))
+
+    def prefill_miss(self, layer: int) -> None:
+        """A demand that the prefill waits for, of an expert that is evicted again before decoding begins."""
+        start, number = self.now, -1 - layer
+        self.now += int(self.s.transfer_ms * MS)
+        self.emit(ev.Transfer(self.now, number, -1, layer, 0, "demand", start, start, self.now, 147_456))
+        self.emit(ev.Settled(self.now, number, "demand"))
+        self.emit(ev.Stall(self.now, -1, layer, start, self.now))
 
     def finish(self) -> None:
         self.run_link()
