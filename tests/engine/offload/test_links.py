@@ -282,7 +282,10 @@ def test_closing_a_full_link_cancels_everything_and_wakes_waiters(link: OneByOne
 
 def test_closing_an_emulated_link_does_not_wait_for_its_pace(source) -> None:
     link = EmulatedLink(source, 1e-8)  # the first chunk alone would take 100 s
+    gate = source.gate(0, 0)
     transfer = submit(link, 0, 0)
+    assert source.entered[0, 0].wait(T)
+    gate.set()
     start = time.monotonic()
     link.close()
     assert time.monotonic() - start < 4 and transfer.state == CANCELLED
