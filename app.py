@@ -11,8 +11,7 @@ from pathlib import Path
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-from engine.config import EMBEDDED_MODEL, EngineConfig  # noqa: E402
-from engine.errors import EngineError  # noqa: E402
+from engine.config import EMBEDDED_MODEL  # noqa: E402
 from specviz.session import Session  # noqa: E402
 
 
@@ -35,7 +34,6 @@ def main(argv: list[str] | None = None) -> int:
 
     session = Session()
     try:
-        EngineConfig(model=args.model)
         build(session, args.model).launch(
             server_name=args.host,
             server_port=args.port,
@@ -43,11 +41,9 @@ def main(argv: list[str] | None = None) -> int:
             inbrowser=args.open,
             **launch_kwargs(session),
         )
-    except EngineError as error:
-        print(f"app.py: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError:
-        print(f"app.py: port {args.port} is in use: stop the other program or choose another --port", file=sys.stderr)
+    except OSError as error:
+        taken = f"port {args.port} is in use: stop the other program or choose another --port"
+        print(f"app.py: {taken if 'empty port' in str(error) else error}", file=sys.stderr)
         return 1
     finally:
         session.close()

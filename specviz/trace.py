@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def load_events(path: Path) -> list[Record]:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (OSError, EOFError, gzip.zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recording {path}: {error}") from error
     return parse_events(text.splitlines(), str(path))
 

@@ -36,7 +36,7 @@ class KnobControl:
     """A knob's component; `auto` is the checkbox of an "auto or a number" knob."""
 
     knob: Knob
-    value: gr.components.Component
+    value: gr.Slider | gr.Number | gr.Radio
     auto: gr.Checkbox | None = None
 
     @property

@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import gradio as gr
@@ -271,6 +274,26 @@ def test_knobs_and_stop_reach_only_the_run_whose_token_they_bring(session, contr
 
 
 # Files
+
+
+def test_the_page_can_be_shown_before_torch_is_in_memory():
+    code = "import sys, specviz.ui, specviz.session; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_a_taken_port_is_one_clear_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "app.py", "--port", port]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"app.py: port {port} is in use: stop the other program or choose another --port"
+    )
+    assert "Traceback" not in result.stderr
 
 
 def test_the_door_is_short_and_requirements_state_what_is_tested():
