@@ -74,7 +74,7 @@ class ExpertCache:
             self._policy.tick(layer)
             for expert in distinct:
                 self._policy.touch(layer, expert, 1.0 if scores is None else scores.get(expert, 0.0))
-            stream = self._stream = ExpertStream(self, layer, distinct, stop)
+            stream = self._stream = ExpertStream(self, layer, self._policy.load_order(layer, distinct), stop)
             hits, late = stream.adopt_present()
             self.ledger.requested(layer, distinct, hits, late)
             try:
@@ -223,6 +223,10 @@ class ExpertCache:
     def find(self, layer: int, expert: int) -> Slot | None:
         """The slot that holds or awaits `expert`."""
         return self._shelves[layer].by_expert.get(expert)
+
+    def has_free_slot(self, layer: int) -> bool:
+        """Whether an expert could be loaded without evicting another."""
+        return self._shelves[layer].has_free()
 
     def demand(self, layer: int, expert: int, wanted: int) -> Slot | None:
         """Load `expert` now; None when no slot can be had yet. `wanted` slots are asked for, this one included."""

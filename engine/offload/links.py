@@ -47,6 +47,11 @@ class Link(ABC):
         self._workers = [Worker(self._work, f"link-{index}") for index in range(workers)]
 
     @property
+    def depth(self) -> int:
+        """Transfers under way that keep every worker busy, with one more that waits for the first to be free."""
+        return len(self._workers) + 1
+
+    @property
     @abstractmethod
     def label(self) -> str:
         """What a person reads on the link's lane."""

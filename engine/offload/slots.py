@@ -79,6 +79,10 @@ class Shelf:
         self.slots.append(Slot.allocate(self._shape, self._dtype))
         return self.slots[-1]
 
+    def has_free(self) -> bool:
+        """Whether `take_free` would give a slot."""
+        return len(self.slots) < self.capacity or any(slot.free for slot in self.slots)
+
     def put(self, expert: int, slot: Slot) -> None:
         """`slot` is `expert`'s from now on."""
         slot.expert = expert

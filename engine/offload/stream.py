@@ -104,9 +104,14 @@ class ExpertStream(Iterator[Lease]):
         return hits, late
 
     def request(self) -> None:
-        """Demand missing experts, as many as there are slots to receive them, so that the link never idles."""
+        """Demand missing experts: into free slots all of them, by eviction only what keeps the link busy.
+
+        An eviction that can wait may find a worse expert to evict, among those that arrive meanwhile.
+        """
         while self._missing:
             expert = self._missing[0]
+            if len(self._loading) >= self._cache.link.depth and not self._cache.has_free_slot(self.layer):
+                return
             # Somebody may have prefetched it since.
             slot = self._cache.find(self.layer, expert)
             if slot is None:

@@ -86,13 +86,21 @@ def test_lookahead_protects_the_plan() -> None:
 
 
 def test_lookahead_forgets() -> None:
-    """A large score of long ago weighs less than a small one of now: 0.9 ** 30 < 0.1."""
+    """A large score of long ago weighs less than a small one of now: 0.95 ** 60 < 0.1."""
     policy = Lookahead()
     policy.touch(0, 0, 1.0)
-    for _ in range(30):
+    for _ in range(60):
         policy.tick(0)
     policy.touch(0, 1, 0.1)
     assert policy.victim(0, [0, 1]) == 0
     policy.tick(1)  # another layer's time does not pass here
     policy.touch(0, 0, 0.1)
     assert policy.victim(0, [0, 1]) == 1
+
+
+def test_lookahead_loads_what_is_worth_keeping_last():
+    policy = create_policy("lookahead")
+    for expert, score in ((0, 0.9), (1, 0.1), (2, 0.5)):
+        policy.touch(0, expert, score)
+    assert policy.load_order(0, [0, 1, 2]) == [1, 2, 0]
+    assert create_policy("lru").load_order(0, [0, 1, 2]) == [0, 1, 2]

@@ -112,6 +112,17 @@ def test_all_demands_that_have_a_slot_start_at_the_call(make_cache, source) -> N
     assert len(list(stream)) == 4
 
 
+def test_evictions_wait_until_the_link_needs_them(make_cache, source) -> None:
+    """Three missing experts over three residents: two transfers keep one worker busy, so one resident stays so far."""
+    cache = make_cache(3)
+    load(cache, 0, [0, 1, 2])
+    gate = source.gate(0, 3)
+    with cache.stream(0, [3, 4, 5]) as stream:
+        assert cache.resident()[0] == [2]  # the most recent one
+        gate.set()
+        assert {lease.expert for lease in stream} == {3, 4, 5}
+
+
 def test_a_slot_is_refilled_as_soon_as_its_lease_ends(make_cache, source) -> None:
     cache = make_cache(2)
     gate = source.gate(0, 2)
