@@ -57,6 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        reason = " ".join(str(error).split()) or "no message"
+        print(f"error: {type(error).__name__}: {reason} (--debug shows where)", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -218,6 +224,8 @@ class _Trace:
 
     def __enter__(self) -> _Trace:
         if self._path is not None:
+            if self._path.is_dir():
+                raise UsageError(f"cannot write the trace to {self._path}: it is a directory")
             try:
                 self._file = self._partial.open("w", encoding="utf-8")
             except OSError as error:

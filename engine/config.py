@@ -158,6 +158,7 @@ class GenerationConfig:
             raise UsageError("a stop string must not be empty")
         KNOBS["k"].check(self.k)
         KNOBS["k_max"].check(self.k_max)
+        KNOBS["seed"].check(self.seed)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

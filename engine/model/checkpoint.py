@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, ModelError
 from engine.model.layout import Segment
@@ -48,7 +48,7 @@ class Checkpoint:
         """
         index_path = directory / INDEX_NAME
         if index_path.exists():
-            weight_map = _read_json(index_path).get("weight_map", {})
+            weight_map = _weight_map(index_path)
             shards = [directory / name for name in sorted(set(weight_map.values()))]
         else:
             weight_map = {}
@@ -70,14 +70,17 @@ class Checkpoint:
         return cls(directory, tensors)
 
     def read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors, shard by shard, each in its stored dtype."""
+        """The named tensors, shard by shard, each in its stored dtype. Raises CheckpointError."""
         by_shard: dict[Path, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.tensors[name].segment.path, []).append(name)
         for path, wanted in by_shard.items():
-            with safe_open(path, framework="pt") as shard:
-                for name in wanted:
-                    yield name, shard.get_tensor(name)
+            try:
+                with safe_open(path, framework="pt") as shard:
+                    for name in wanted:
+                        yield name, shard.get_tensor(name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} cannot be read ({error}): fetch it again") from error
 
 
 def read_header(path: Path) -> list[TensorInfo]:
@@ -88,24 +91,26 @@ def read_header(path: Path) -> list[TensorInfo]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
         if length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{path} is cut off or not a safetensors file ({size} bytes): fetch it again")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} has an unreadable header ({error}): fetch it again") from error
-    header.pop("__metadata__", None)
-    start = 8 + length
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = [_tensor(path, 8 + length, name, entry) for name, entry in header.items()]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has an unreadable header ({error}): fetch it again") from error
+    end = max((info.segment.offset + info.segment.nbytes for info in tensors), default=0)
     if end > size:
         raise CheckpointError(f"{path} is cut off: {size} bytes of {end}: incomplete download? Fetch it again")
-    return [
-        TensorInfo(
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            Segment(path, start + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0]),
-        )
-        for name, entry in header.items()
-    ]
+    return tensors
+
+
+def _tensor(path: Path, data: int, name: str, entry: dict) -> TensorInfo:
+    """One entry of the header of `path`, whose tensors start at byte `data`. Raises ValueError if it makes no sense."""
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not 0 <= begin <= end or any(side < 0 for side in shape):
+        raise ValueError(f"{name} lies from byte {begin} to {end}")
+    return TensorInfo(name, entry["dtype"], shape, Segment(path, data + begin, end - begin))
 
 
 def resolve_directory(model: str) -> Path:
@@ -127,8 +132,13 @@ def resolve_directory(model: str) -> Path:
         raise ModelError(f"cannot fetch {model} from the hub ({reason}): give a local directory instead") from error
 
 
-def _read_json(path: Path) -> dict:
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name → shard name, from the index at `path`."""
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{path} has no map of weights to shards: fetch it again")
+    return weight_map

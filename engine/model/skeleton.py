@@ -190,6 +190,11 @@ def _fill(
     targets = {name: target for target, name in shared.items()}
     for name, tensor in checkpoint.read(list(targets)):
         target = targets[name]
+        expected = model.get_parameter_or_buffer(target).shape
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(expected)}: files of two models?"
+            )
         keep = tensor.dtype if not tensor.is_floating_point() else dtype
         set_module_tensor_to_device(model, target, "cpu", value=tensor.to(keep), dtype=keep)
     model.tie_weights()
