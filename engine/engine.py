@@ -49,10 +49,11 @@ class Engine:
         self.passes.attach(None, self.cache)
         self.target_experts = OffloadedExperts(self.cache, self.passes)
         self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None
-        if config.link.preset is not None:
+        link = loaded.link
+        if config.link.preset is not None and isinstance(link, EmulatedLink):
             layer_seconds = measure_layer_seconds(loaded, self.cache, self.passes, self.target_experts)
             machine = find_preset(config.link.preset)
-            loaded.link.set_rate(emulated_gbps(machine, table.shape.nbytes, layer_seconds), config.link.latency_us)
+            link.set_rate(emulated_gbps(machine, table.shape.nbytes, layer_seconds), config.link.latency_us)
         guess = loaded.router_probe.guess if loaded.router_probe else None
         self.prefetcher = self.passes.prefetcher = Prefetcher(self.cache, table.layers, guess)
         self.governor = Governor(K_LIMIT, table.experts, self.top_k)
@@ -206,7 +207,7 @@ class Engine:
         return verify(target, draft.probs, draft.tokens, draft.lengths, run.generator)
 
     def _commit(
-        self, run: Run, k: int, draft: Draft, logits: torch.Tensor, verdict: Verdict, times: dict[str, int]
+        self, run: Run, k: int, draft: Draft, logits: torch.Tensor, verdict: Verdict, times: dict[str, Any]
     ) -> list[events.Round]:
         """Emit the tokens, move the KV lengths, and let finished sequences leave the batch."""
         recorder, loaded = run.recorder, self.loaded

@@ -72,7 +72,7 @@ class PassObserver:
         rows = max(self._row_positions, default=-1) + 1
         counts = [0] * rows
         for layer, index in self.routes.items():
-            missing = set()
+            missing: set[int] = set()
             for position in range(rows):
                 for at, experts in zip(self._row_positions, index, strict=True):
                     if at == position:

@@ -54,14 +54,15 @@ class KVCache(Cache):
 
     def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sequences = len(self.lengths)
-        pair = tuple(t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
-        self._storage[layer_idx] = pair
-        return pair
+        keys, values = (t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
+        self._storage[layer_idx] = (keys, values)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self._starts.max()) if len(self._starts) else 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
+        # One offset a sequence, (batch, 1): transformers hands it to our mask function as it is.
         return self._starts[:, None]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from engine.model.kv_cache import KVCache
-from engine.model.seams import attach_backend
+from engine.model.seams import ExpertsModule, attach_backend
 from engine.model.skeleton import Skeleton
 
 
@@ -15,7 +15,7 @@ class Experts(Protocol):
     """Computes the routed experts of a layer: the offloaded originals, or the resident quantized copy."""
 
     def run(
-        self, layer: int, module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, layer: int, module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden (rows, H), index and weights (rows, top_k) → (rows, H)."""
 
@@ -68,7 +68,7 @@ class ModelRunner:
         return output.logits.float()
 
     def _backend(self, layer: int):
-        def run(module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor):
+        def run(module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor):
             assert self._experts is not None, "experts are computed inside forward() only"
             if self._valid is None:
                 return self._experts.run(layer, module, hidden, index, weights)

@@ -6,7 +6,7 @@ copied or patched, so every router, norm, rotary embedding and shared expert sta
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -19,22 +19,29 @@ EXPERTS = "offload"
 ATTENTION = "offload"
 
 
+class ExpertsModule(Protocol):
+    """What the engine uses of a transformers experts module."""
+
+    def _apply_gate(self, gate_up_out: torch.Tensor) -> torch.Tensor:
+        """The activation between the two projections: (rows, 2I) → (rows, I)."""
+
+
 class ExpertsBackend(Protocol):
     """Whoever computes the routed experts of one MoE layer."""
 
     def __call__(
-        self, module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden (rows, H), index and weights (rows, top_k) → (rows, H)."""
 
 
 def attach_backend(module: torch.nn.Module, backend: ExpertsBackend) -> None:
     """Let `backend` compute this experts module. The seam passes no layer index, so each module keeps its own."""
-    module.offload_backend = backend
+    module.offload_backend = backend  # type: ignore[assignment]
 
 
 def _experts_forward(
-    module: torch.nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     return module.offload_backend(module, hidden, top_k_index, top_k_weights)
 
@@ -44,7 +51,7 @@ def _attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor,
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:

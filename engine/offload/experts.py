@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from engine.errors import Cancelled
+from engine.model.seams import ExpertsModule
 from engine.offload.cache import ExpertCache
 from engine.offload.quantize import QuantizedExpert
-
-# One expert applied to the rows routed to it: (rows, H) → (rows, H).
-ExpertForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LayerObserver(Protocol):
@@ -40,10 +38,14 @@ class _Groups:
                 positions.append(position)
         self._outputs = hidden.new_empty(len(index), len(index[0]), hidden.shape[1])
 
-    def apply(self, expert: int, forward: ExpertForward) -> None:
+    def input(self, expert: int) -> torch.Tensor:
+        """The rows routed to `expert`: (its rows, H)."""
+        rows, _ = self.members[expert]
+        return self.hidden if len(rows) == len(self.hidden) else self.hidden[rows]
+
+    def put(self, expert: int, output: torch.Tensor) -> None:
+        """What `expert` made of its rows."""
         rows, positions = self.members[expert]
-        everything = len(rows) == len(self.hidden)
-        output = forward(self.hidden if everything else self.hidden[rows])
         if len(rows) == 1:
             self._outputs[rows[0], positions[0]] = output[0]
         else:
@@ -63,7 +65,7 @@ class OffloadedExperts:
         self.stop: threading.Event | None = None
 
     def run(
-        self, layer: int, module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, layer: int, module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden (rows, H), index and weights (rows, top_k) → (rows, H). Raises Cancelled, TransferError."""
         if self.stop is not None and self.stop.is_set():
@@ -71,9 +73,10 @@ class OffloadedExperts:
         routes, gates = index.tolist(), weights.tolist()
         self._observer.routed(layer, routes, gates, hidden)
         groups = _Groups(hidden, routes)
-        for lease in self._cache.stream(layer, list(groups.members), gate_scores(routes, gates), stop=self.stop):
-            gate_up, down = lease.gate_up, lease.down
-            groups.apply(lease.expert, lambda x, a=gate_up, b=down: F.linear(module._apply_gate(F.linear(x, a)), b))
+        with self._cache.stream(layer, list(groups.members), gate_scores(routes, gates), stop=self.stop) as leases:
+            for lease in leases:
+                x = groups.input(lease.expert)
+                groups.put(lease.expert, F.linear(module._apply_gate(F.linear(x, lease.gate_up)), lease.down))
         out = groups.combine(weights)
         self._observer.computed(layer, len(routes))
         return out
@@ -89,7 +92,7 @@ class QuantizedExperts:
         self.nbytes = sum(expert.nbytes for layer in experts for expert in layer)
 
     def run(
-        self, layer: int, module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+        self, layer: int, module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden (rows, H), index and weights (rows, top_k) → (rows, H). Raises Cancelled."""
         if self.stop is not None and self.stop.is_set():
@@ -98,8 +101,8 @@ class QuantizedExperts:
         self._observer.routed(layer, routes, weights.tolist(), hidden)
         groups = _Groups(hidden, routes)
         for expert in groups.members:
-            copy = self._experts[layer][expert]
-            groups.apply(expert, lambda x, c=copy: c.down.linear(module._apply_gate(c.gate_up.linear(x))))
+            copy, x = self._experts[layer][expert], groups.input(expert)
+            groups.put(expert, copy.down.linear(module._apply_gate(copy.gate_up.linear(x))))
         out = groups.combine(weights)
         self._observer.computed(layer, len(routes))
         return out

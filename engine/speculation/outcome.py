@@ -105,7 +105,7 @@ def _rejected(view: RoundView, number: int, position: int, accepted: int) -> Rej
     reached = position == accepted
     return Rejected(
         token_id,
-        view.tokenizer.decode([token_id]),
+        str(view.tokenizer.decode([token_id])),
         position,
         reached,
         float(view.shown[number, position, token_id]) if reached else None,
