@@ -13,7 +13,7 @@ from engine.calibration import measure_layer_seconds
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
 from engine.control.governor import Choice, Governor, Observation
 from engine.control.presets import emulated_gbps, find_preset
-from engine.errors import Cancelled, EngineError
+from engine.errors import Cancelled
 from engine.events import Event
 from engine.loading import LoadedModel, Progress, load_model
 from engine.offload.cache import ExpertCache
@@ -120,7 +120,7 @@ class Engine:
         """
         knobs, stop = knobs or self.knobs(options), stop or threading.Event()
         run = open_run(self.loaded, prompts, options, knobs, self._create_drafter, emit, stop)
-        error: EngineError | None = None
+        error: BaseException | None = None
         status = "finished"
         try:
             self._start(run)
@@ -129,13 +129,15 @@ class Engine:
                 self.step(run)
         except Cancelled:
             status = "stopped"
-        except EngineError as failure:
+        except BaseException as failure:
+            # Also what a listener raised, or an interrupt: the next run must not find a layer half done.
             status, error = "failed", failure
         self.cache.settle()
         for sequence in run.sequences:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
         results = [summarize(self, run, sequence) for sequence in run.sequences]
-        run.recorder.emit(events.RunEnd(run.recorder.now(), status, str(error) if error else None, results))
+        told = str(error) or type(error).__name__ if error is not None else None
+        run.recorder.emit(events.RunEnd(run.recorder.now(), status, told, results))
         if error is not None:
             raise error
         return results
