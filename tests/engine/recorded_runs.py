@@ -33,12 +33,15 @@ def record(
     engine: Engine,
     prompts: list[str],
     knobs: KnobBlock | None = None,
-    stop: threading.Event | None = None,
+    cancel: threading.Event | None = None,
     on_event: Callable[[Event], None] | None = None,
     into: Recording | None = None,
     **options: Any,
 ) -> Recording:
-    """Generate with `options` of GenerationConfig. `on_event` hears each event after it was recorded in `into`."""
+    """Generate with `options` of GenerationConfig; `cancel` ends the run.
+
+    `on_event` hears each event after it was recorded in `into`.
+    """
     recording = into or Recording()
     lock = threading.Lock()
 
@@ -48,5 +51,5 @@ def record(
         if on_event is not None:
             on_event(event)
 
-    recording.results = engine.generate(prompts, GenerationConfig(**options), knobs=knobs, emit=emit, stop=stop)
+    recording.results = engine.generate(prompts, GenerationConfig(**options), knobs=knobs, emit=emit, stop=cancel)
     return recording

@@ -112,7 +112,7 @@ def test_stop_while_waiting_for_a_slow_link(engine):
 def test_stopped_before_it_began(engine):
     stop = threading.Event()
     stop.set()
-    recording = record(engine, [PROMPT], stop=stop)
+    recording = record(engine, [PROMPT], cancel=stop)
     assert recording.events[-1].status == "stopped" and recording.ids == [[]]
     assert recording.results[0]["decode_tok_s"] in (None, 0)
 
