@@ -61,7 +61,7 @@ class App:
             time.sleep(0.05)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def app(tmp_path_factory) -> Iterator[App]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -94,7 +94,8 @@ def _wait_for(app: App, process: subprocess.Popen, log: Path) -> None:
     pytest.fail(f"app.py did not answer: {log.read_text()}")
 
 
-@pytest.fixture(scope="session")
+# Not for the session: while Playwright is up, its loop counts as running, and asyncio.run refuses in other tests.
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
     from playwright.sync_api import sync_playwright
 
