@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from engine import events
 from engine.calibration import measure_layer_seconds
@@ -270,7 +271,7 @@ class Engine:
         for name, value in run.knobs.values.items():
             self._apply(name, value)
         self.passes.attach(run.recorder, self.cache)
-        decode = self.loaded.tokenizer.decode
+        tokenizer = self.loaded.tokenizer
         run.recorder.emit(
             events.RunStart(
                 t=0,
@@ -281,7 +282,7 @@ class Engine:
                 config=config_info(self, run),
                 memory=memory_info(self, run.batch.cache),
                 slots_per_layer=self.cache.slots_per_layer,
-                prompts=[[{"id": i, "text": decode([i])} for i in s.prompt_ids] for s in run.sequences],
+                prompts=[_prompt(tokenizer, s.prompt_ids) for s in run.sequences],
                 started_unix=run.recorder.started_unix,
             )
         )
@@ -348,3 +349,8 @@ class Engine:
     def transfer_seconds(self) -> float:
         """What the link takes for one expert."""
         return self.loaded.source.table.shape.nbytes / max(self.loaded.link.bytes_per_s, 1.0)
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[dict[str, Any]]:
+    """A prompt token by token; special tokens have no text."""
+    return [{"id": i, "text": str(tokenizer.decode([i], skip_special_tokens=True))} for i in ids]

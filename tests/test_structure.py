@@ -201,9 +201,10 @@ def requirements(name: str) -> dict[str, str]:
 
 def test_requirements_are_bounded():
     app = requirements("requirements.txt")
-    assert re.fullmatch(r"==\d+\.\d+\.\d+", app["torch"])  # its extensions are compiled against one version
-    for name in ("gradio", "transformers", "plotly"):  # these break on major versions
-        assert re.fullmatch(r">=[\d.]+,\s*<\d+(\.\d+)*", app[name])
+    for name in ("torch", "gradio"):  # extensions are compiled against one; the page was measured on the other
+        assert re.fullmatch(r"==\d+\.\d+\.\d+", app[name])
+    for name in ("transformers", "plotly"):  # their inner interfaces change with minor versions
+        assert re.fullmatch(r"==\d+\.\d+\.\*", app[name])
     assert all(app.values())
     assert all(bound.startswith(">=") for bound in requirements("requirements-dev.txt").values())
 

@@ -24,25 +24,40 @@ class Ema:
         return default if self.value is None else self.value
 
 
+class FadingShare:
+    """The share of hits among recent trials, starting from `trials` imagined ones with a share of `prior`."""
+
+    def __init__(self, memory: float, prior: float = 0.0, trials: float = 0.0) -> None:
+        self.hits, self.trials = prior * trials, trials
+        self._keep = 1 - 1 / memory
+
+    def add(self, hit: bool) -> None:
+        self.hits, self.trials = self.hits * self._keep + hit, self.trials * self._keep + 1
+
+
 class AcceptanceEstimator:
     """p_j: the probability that draft token j is accepted when all before it were (MoE-SpeQ, equation 3).
 
-    Positions never reached yet take the overall rate.
+    A position counts its own recent trials, and a few at the overall rate: one unlucky round of a batch of one
+    must not say that the draft is never right, because a k of 0 would then learn nothing more.
     """
 
+    #: Trials that a position and the overall rate remember, and those that a position takes from the overall rate.
+    MEMORY, OVERALL_MEMORY, SHARED = 20.0, 40.0, 4.0
+
     def __init__(self, positions: int) -> None:
-        self._positions = [Ema() for _ in range(positions)]
-        self._overall = Ema(EMA_WEIGHT / 3)
+        self._positions = [FadingShare(self.MEMORY) for _ in range(positions)]
+        self._overall = FadingShare(self.OVERALL_MEMORY, PRIOR_ACCEPTANCE, trials=2.0)
 
     def observe(self, verified: int, accepted: int) -> None:
         """A round reached `verified` draft tokens, of which the first `accepted` were accepted."""
         for j in range(verified):
-            hit = float(j < accepted)
-            self._positions[j].add(hit)
-            self._overall.add(hit)
+            self._positions[j].add(j < accepted)
+            self._overall.add(j < accepted)
 
     def probability(self, position: int) -> float:
-        return self._positions[position].get(self._overall.get(PRIOR_ACCEPTANCE))
+        own, rate = self._positions[position], self._overall.hits / self._overall.trials
+        return (own.hits + self.SHARED * rate) / (own.trials + self.SHARED)
 
     def expected_tokens(self, k: int) -> float:
         """Tokens that a round with draft length k emits: 1 + Σ_{i≤k} Π_{j≤i} p_j.
@@ -125,7 +140,9 @@ class CostEstimator:
 class Correction:
     """How far measured cycles are from predicted ones, as a smooth function of k.
 
-    Neighbours inform each other: a k that was tried once, in a noisy moment, must not make a spike.
+    Neighbours inform each other: a k that was tried once, in a noisy moment, must not make a spike. But plain
+    decoding and drafting stand apart: what misleads the model of one (a prefetch that hides less than it
+    should, say) is absent from the other.
     """
 
     #: How fast an observation loses weight with the distance in k, and how many count at most.
@@ -143,7 +160,11 @@ class Correction:
 
     def __call__(self, k: int) -> float:
         """The factor for predictions at k; 1 before any observation."""
-        weights = {seen: count * math.exp(-abs(seen - k) / self.REACH) for seen, (_, count) in self._seen.items()}
+        weights = {
+            seen: count * math.exp(-abs(seen - k) / self.REACH)
+            for seen, (_, count) in self._seen.items()
+            if (seen == 0) == (k == 0)
+        }
         if not weights:
             return 1.0
         mean = sum(weight * self._seen[seen][0].get(0.0) for seen, weight in weights.items()) / sum(weights.values())

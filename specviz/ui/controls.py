@@ -25,6 +25,8 @@ LINKS = [
     *[(f"Emulated: {machine.label}", f"emulated:{name}") for name, machine in PRESETS.items()],
     ("Emulated: bandwidth and latency below", CUSTOM_LINK),
 ]
+#: With the embedded model on a disk nothing takes long enough to be seen; this one shows waiting and hiding alike.
+DEFAULT_LINK = "emulated:deepseek-lite-a100"
 DRAFT_LABELS = {"none": "none (plain decoding)"}
 LINK_KNOBS = ("link_gbps", "link_latency_us")
 #: A slider cannot be set finely over more steps than a screen has pixels; such knobs are number fields.
@@ -121,7 +123,7 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
         add("slots", "policy", "prefetch")
     with gr.Accordion("Link", open=True):
         link = gr.Dropdown(
-            LINKS, value="disk", label="Slow tier · next run", elem_id="sv-link",
+            LINKS, value=DEFAULT_LINK, label="Slow tier · next run", elem_id="sv-link",
             info="An emulated link is paced so that this machine waits as the named one would.",
         )  # fmt: skip
         with gr.Column(visible=False) as custom:
