@@ -43,7 +43,7 @@ class AcceptanceEstimator:
     """
 
     #: Trials that a position and the overall rate remember, and those that a position takes from the overall rate.
-    MEMORY, OVERALL_MEMORY, SHARED = 20.0, 40.0, 4.0
+    MEMORY, OVERALL_MEMORY, SHARED = 12.0, 36.0, 4.0
 
     def __init__(self, positions: int) -> None:
         self._positions = [FadingShare(self.MEMORY) for _ in range(positions)]
