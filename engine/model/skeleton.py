@@ -25,6 +25,8 @@ from engine.model.layout import ExpertRecord, ExpertShape, ExpertTable, Segment
 from engine.model.seams import ATTENTION, EXPERTS
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+# The kinds of layers that keep keys and values by position; recurrent ones keep a state.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass
@@ -71,6 +73,12 @@ def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     if not _has_experts(config):
         raise ModelError(
             f"{directory.name} ({config.model_type}) is not a Mixture-of-Experts model: choose one with routed experts"
+        )
+    foreign = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if foreign:
+        raise ModelError(
+            f"{config.model_type} has layers of type {', '.join(foreign)}, whose state cannot be taken back after a "
+            "rejected draft: choose a model with attention in every layer"
         )
     try:
         with init_empty_weights(include_buffers=False):
