@@ -25,7 +25,7 @@ CONTEXT = 256
 
 # Weights of this size give logits whose best two are far apart compared with float32 rounding.
 _STD = 0.3
-_COMMON = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -78,7 +78,7 @@ class TinyModel:
 
 def mixtral_config(**changes) -> MixtralConfig:
     settings = {"intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 12, "num_experts_per_tok": 2}
-    return MixtralConfig(**{**_COMMON, **settings, "sliding_window": None, **changes})
+    return MixtralConfig(**{**SIZES, **settings, "sliding_window": None, **changes})
 
 
 def qwen3_moe_config(**changes) -> Qwen3MoeConfig:
@@ -93,16 +93,16 @@ def qwen3_moe_config(**changes) -> Qwen3MoeConfig:
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     }
-    return Qwen3MoeConfig(**{**_COMMON, **settings, **changes})
+    return Qwen3MoeConfig(**{**SIZES, **settings, **changes})
 
 
 def olmoe_config(**changes) -> OlmoeConfig:
     settings = {"intermediate_size": 24, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 4}
-    return OlmoeConfig(**{**_COMMON, **settings, **changes})
+    return OlmoeConfig(**{**SIZES, **settings, **changes})
 
 
 def llama_config(**changes) -> LlamaConfig:
-    return LlamaConfig(**{**_COMMON, "intermediate_size": 48, "num_hidden_layers": 2, **changes})
+    return LlamaConfig(**{**SIZES, "intermediate_size": 48, "num_hidden_layers": 2, **changes})
 
 
 CONFIGS = {"mixtral": mixtral_config, "qwen3_moe": qwen3_moe_config, "olmoe": olmoe_config}
