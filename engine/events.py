@@ -138,6 +138,7 @@ class Transfer(Event):
     """An expert crossed the link (or was cancelled on it); emitted when the link is done with it.
 
     `cause` is "demand" or "prefetch", as the transfer was *issued*; `bytes` are those really moved.
+    `pauses` are the [start, end] stretches inside start … end in which it was overtaken by others.
     """
 
     kind: ClassVar[str] = "transfer"
@@ -150,6 +151,7 @@ class Transfer(Event):
     start: int
     end: int
     bytes: int
+    pauses: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

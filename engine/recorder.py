@@ -111,13 +111,14 @@ class Recorder:
         queued = self._relative(transfer.queued_ns)
         if not transfer.start_ns:  # cancelled while it waited
             start = end = max(end, queued)
+        pauses = [[self._relative(since), self._relative(until)] for since, until in transfer.pauses]
         if transfer.bytes_moved:
             with self._lock:
                 self._moved.append(((start, end), transfer.bytes_moved))
-                self._transfers.append((start, end))
+                self._transfers += subtract([(start, end)], merge((since, until) for since, until in pauses))
         self._emit(
             events.Transfer(end, transfer.id, self.round, transfer.layer, transfer.expert, transfer.cause,
-                            queued, start, end, transfer.bytes_moved)
+                            queued, start, end, transfer.bytes_moved, pauses)
         )  # fmt: skip
 
     def settled(self, transfer_id: int, outcome: str) -> None:

@@ -34,6 +34,8 @@ class Transfers:
         cause["count"] += 1
         cause["bytes"] += event["bytes"]
         cause["ns"] += event["end"] - event["start"]
+        for start, end in event["pauses"]:
+            cause["ns"] -= end - start
         outcome = self._fates.pop(event["id"], None)
         if outcome is None:
             self._remember(self._moved, event["id"], event["bytes"])

@@ -94,7 +94,7 @@ class Metrics:
 
     def _transfer(self, event: Json) -> None:
         self.transfers.transfer(event)
-        self.overlap.transfer(event["start"], event["end"])
+        self.overlap.transfer(event["start"], event["end"], event["pauses"])
 
     def _stall(self, event: Json) -> None:
         self.clock.waited(event)

@@ -72,10 +72,12 @@ class Overlap:
         """The engine waited for experts from `start` to `end` (ns)."""
         self._stalls.append((start, end))
 
-    def transfer(self, start: int, end: int) -> None:
-        """An expert was on the link from `start` to `end` (ns)."""
-        if end > start:
-            self._transfers.append((start, end))
+    def transfer(self, start: int, end: int, pauses: list[list[int]]) -> None:
+        """An expert was on the link from `start` to `end` (ns), but for `pauses` in between."""
+        for pause_start, pause_end in [*pauses, [end, end]]:
+            if pause_start > start:
+                self._transfers.append((start, pause_start))
+            start = pause_end
 
     def fold(self, until: int | None = None) -> None:
         """Account for the transfers that ended by `until` (ns), all of them when it is None."""

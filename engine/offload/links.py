@@ -20,6 +20,8 @@ from engine.offload.worker import Source, Worker
 
 #: A stop flag belongs to somebody else and cannot wake our waits: look at it this often.
 STOP_POLL_S = 0.02
+#: A shorter gap between two chunks of a transfer is a worker's own turn-around.
+PAUSE_NS = 200_000
 _JOIN_S = 5.0
 _IDLE_S = 1.0
 
@@ -218,11 +220,18 @@ class Link(ABC):
                     order, transfer = self._queue[0]
                     if order == transfer.order and not transfer.ending and transfer.issued < transfer.nbytes:
                         worker.chunk, worker.since_ns = self._cut(transfer), time.perf_counter_ns()
+                        self._note_pause(transfer, worker.since_ns)
                         transfer.in_flight += 1
                         return worker.chunk
                     heapq.heappop(self._queue)
                 self._work_ready.wait(_IDLE_S)
         return None
+
+    @staticmethod
+    def _note_pause(transfer: Transfer, now_ns: int) -> None:
+        """Called with the lock held when another chunk of `transfer` begins."""
+        if transfer.moved_until_ns and not transfer.in_flight and now_ns - transfer.moved_until_ns > PAUSE_NS:
+            transfer.pauses.append([transfer.moved_until_ns, now_ns])
 
     def _cut(self, transfer: Transfer) -> Chunk:
         """The next chunk of `transfer`; called with the lock held."""
@@ -243,6 +252,7 @@ class Link(ABC):
             if worker.disowned:
                 return
             transfer.in_flight -= 1
+            transfer.moved_until_ns = time.perf_counter_ns()
             if error is None:
                 transfer.bytes_moved += chunk.nbytes
             elif not transfer.ending:
@@ -260,7 +270,9 @@ class Link(ABC):
         if not transfer.ending or transfer.in_flight:
             return False
         transfer.state = transfer.ending
-        transfer.end_ns = time.perf_counter_ns()
+        # What is cancelled while others overtake it has been on the link until its last chunk only.
+        stopped = transfer.ending == CANCELLED and transfer.moved_until_ns
+        transfer.end_ns = transfer.moved_until_ns if stopped else time.perf_counter_ns()
         transfer.start_ns = transfer.start_ns or transfer.end_ns
         del self._active[transfer.id]
         return True

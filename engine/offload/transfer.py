@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,9 @@ class Transfer:
     on_done: Callable[[Transfer], None] | None = None
     start_ns: int = 0
     end_ns: int = 0
+    #: When it was overtaken: [start, end] in ns, and until when its last chunk lasted.
+    pauses: list[list[int]] = field(default_factory=list)
+    moved_until_ns: int = 0
     bytes_moved: int = 0
     state: str = QUEUED
     error: Exception | None = None

@@ -21,6 +21,7 @@ export class Transfers {
     cause.count += 1;
     cause.bytes += event.bytes;
     cause.ns += event.end - event.start;
+    for (const [start, end] of event.pauses) cause.ns -= end - start;
     const outcome = this.#fates.get(event.id);
     if (outcome === undefined) {
       remember(this.#moved, event.id, event.bytes);

@@ -30,6 +30,16 @@ export function subtract(intervals, holes) {
   return left;
 }
 
+/** The stretches of a transfer in which it was on the link: `pauses` are those in which others overtook it. */
+export function moving(start, end, pauses) {
+  const stretches = [];
+  for (const [pauseStart, pauseEnd] of [...pauses, [end, end]]) {
+    if (pauseStart > start) stretches.push([start, pauseStart]);
+    start = pauseEnd;
+  }
+  return stretches;
+}
+
 /** Sums the time of transfers and the part of it that ran under compute; a round's events may come in any order. */
 export class Overlap {
   #compute = [];
@@ -47,8 +57,8 @@ export class Overlap {
     this.#stalls.push([start, end]);
   }
 
-  transfer(start, end) {
-    if (end > start) this.#transfers.push([start, end]);
+  transfer(start, end, pauses) {
+    this.#transfers.push(...moving(start, end, pauses));
   }
 
   /** Account for the transfers that ended by `until`; the others wait for a later fold. */

@@ -85,7 +85,7 @@ const HANDLERS = {
   },
   transfer(metrics, event) {
     metrics.transfers.transfer(event);
-    metrics.overlap.transfer(event.start, event.end);
+    metrics.overlap.transfer(event.start, event.end, event.pauses);
   },
   settled: (metrics, event) => metrics.transfers.settled(event),
   compute: (metrics, event) => metrics.overlap.compute(event.start, event.end),

@@ -98,7 +98,11 @@ class Player:
         self.link_free = end
         self.transfers += 1
         nbytes = 147_456
-        self.emit(ev.Transfer(end, self.transfers, self.round, layer, expert, cause, queued, start, end, nbytes))
+        overtaken = cause == "prefetch" and self.transfers % 3 == 0
+        pauses = [[start + (end - start) // 4, start + (end - start) // 2]] if overtaken else []
+        self.emit(
+            ev.Transfer(end, self.transfers, self.round, layer, expert, cause, queued, start, end, nbytes, pauses)
+        )
         self.make_room(layer, start)
         copy = self.cache[layer][expert] = Copy(self.transfers, cause, end, last=start)
         return copy

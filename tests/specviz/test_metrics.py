@@ -129,14 +129,21 @@ def test_overlap_equals_a_count_on_a_grid():
             for name, count in (("compute", 6), ("stall", 3), ("transfer", 5))
         }
         overlap = Overlap()
-        for name, intervals in spans.items():
-            for interval in intervals:
-                getattr(overlap, name)(*interval)
+        for interval in spans["compute"]:
+            overlap.compute(*interval)
+        for interval in spans["stall"]:
+            overlap.stall(*interval)
+        moving = []
+        for start, end in spans["transfer"]:
+            cuts = sorted(rng.randrange(start, end + 1) for _ in range(4))
+            pauses = [[cuts[0], cuts[1]], [cuts[2], cuts[3]]]
+            overlap.transfer(start, end, pauses)
+            moving += [t for t in range(start, end) if not any(a <= t < b for a, b in pauses)]
         overlap.fold()
         inside = {name: {t for a, b in spans[name] for t in range(a, b)} for name in ("compute", "stall")}
         busy = inside["compute"] - inside["stall"]
-        assert overlap.overlapped_ns == sum(t in busy for a, b in spans["transfer"] for t in range(a, b))
-        assert overlap.transfer_ns == sum(b - a for a, b in spans["transfer"])
+        assert overlap.overlapped_ns == sum(t in busy for t in moving)
+        assert overlap.transfer_ns == len(moving)
 
 
 def test_overlap_remembers_a_bounded_past():
@@ -147,7 +154,7 @@ def test_overlap_remembers_a_bounded_past():
             overlap.fold(10 * i)
     overlap.fold()
     end = 10 * BUSY_LIMIT * 3
-    overlap.transfer(end - 100, end)
+    overlap.transfer(end - 100, end, [])
     overlap.fold()
     assert (overlap.overlapped_ns, overlap.transfer_ns) == (50, 100)
 

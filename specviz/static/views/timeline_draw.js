@@ -1,6 +1,7 @@
 // How the timeline is painted, and what lies under the pointer.
 
 import { bytes, duration, value } from "../format.js";
+import { moving } from "../overlap.js";
 import { FONT } from "../plots.js";
 
 export const LANES = [
@@ -108,10 +109,21 @@ function drawSlice(pen, slice, x, scale, looks) {
   pen.globalAlpha = 1;
 }
 
-/** Solid: it served. Outlined: wasted, cancelled, or its fate is not known yet. */
+/** Solid: it served. Outlined: wasted, cancelled, or its fate is not known yet. Faint: it was overtaken. */
 function drawTransfer(pen, transfer, x, scale, looks) {
-  const left = x(transfer.start);
-  const wide = Math.max(1.5, (transfer.end - transfer.start) * scale - 0.75);
+  const { pauses } = transfer;
+  if (pauses.length) {
+    pen.globalAlpha = 0.25;
+    pen.fillStyle = looks[transfer.lane];
+    pen.fillRect(x(transfer.start), ROW[transfer.lane] + BAR / 2 - 1, (transfer.end - transfer.start) * scale, 2);
+    pen.globalAlpha = 1;
+  }
+  for (const [start, end] of moving(transfer.start, transfer.end, pauses)) {
+    drawStretch(pen, transfer, x(start), Math.max(1.5, (end - start) * scale - 0.75), looks);
+  }
+}
+
+function drawStretch(pen, transfer, left, wide, looks) {
   const y = ROW[transfer.lane];
   const served = transfer.outcome === "used" || transfer.outcome === "late" || transfer.outcome === "demand";
   pen.fillStyle = pen.strokeStyle = looks[transfer.lane];
@@ -232,9 +244,11 @@ export function sliceAt({ width }, view, scene, px, py) {
 
 function describeTransfer(transfer) {
   const fate = { used: "was there in time", late: "came late", demand: "nobody foresaw it", wasted: "was never used", cancelled: "was cancelled" };
+  const pauses = transfer.pauses.reduce((sum, [start, end]) => sum + end - start, 0);
+  const overtaken = pauses ? `, overtaken for ${duration(pauses)}` : "";
   return [
     `Expert ${transfer.expert} of layer ${transfer.layer}: ${fate[transfer.outcome] ?? "not used yet"}`,
-    `${transfer.cause}, ${bytes(transfer.bytes)} in ${duration(transfer.end - transfer.start)}`,
+    `${transfer.cause}, ${bytes(transfer.bytes)} in ${duration(transfer.end - transfer.start - pauses)}${overtaken}`,
     `waited ${duration(transfer.start - transfer.queued)} in the queue, round ${transfer.round}`,
   ];
 }

@@ -88,7 +88,8 @@ def test_every_transfer_has_its_own_id_and_one_callback(any_link: Link) -> None:
     assert sorted(ended) == sorted(transfer.id for transfer in transfers)
 
 
-def test_a_demand_overtakes_a_prefetch_that_is_half_done(link: OneByOne, source) -> None:
+def test_a_demand_overtakes_a_prefetch_that_is_half_done(link: OneByOne, source, monkeypatch) -> None:
+    monkeypatch.setattr("engine.offload.links.PAUSE_NS", 0)
     gate = source.gate(0, 0)
     prefetch = submit(link, 0, 0, "prefetch")
     assert source.entered[0, 0].wait(T)  # the first of its three chunks is being read
@@ -98,6 +99,9 @@ def test_a_demand_overtakes_a_prefetch_that_is_half_done(link: OneByOne, source)
     order = [(layer, expert) for layer, expert, _ in source.reads]
     assert order == [(0, 0), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0)]
     assert demand.end_ns <= prefetch.end_ns and torch.equal(prefetch.destination, source.flat(0, 0))
+    overtaken = [(since, until) for since, until in prefetch.pauses if since <= demand.start_ns <= until]
+    assert len(overtaken) == 1 and overtaken[0][0] >= prefetch.start_ns and overtaken[0][1] <= prefetch.end_ns
+    assert not any(since <= prefetch.start_ns for since, _ in demand.pauses)
 
 
 def blocked(link: OneByOne, source) -> threading.Event:
