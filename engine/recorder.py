@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from engine import events
 from engine.events import Event
-from engine.intervals import clip, covered, merge, subtract
+from engine.intervals import Interval, clip, covered, merge
 from engine.offload.transfer import Transfer
-
-Interval = tuple[int, int]
+from engine.overlap import Overlap, moving
 
 
 @dataclass
@@ -64,10 +63,8 @@ class Recorder:
         self.first_token: int | None = None
         self.decode_end = 0
         self.totals = Totals()
-        self._moved: list[tuple[Interval, int]] = []
-        self._transfers: list[Interval] = []
-        self._busy: list[Interval] = []
-        self._stalls: list[Interval] = []
+        self._overlap = Overlap()
+        self._moved: list[tuple[list[Interval], int]] = []
         self._round_stalls: list[Interval] = []
 
     def now(self) -> int:
@@ -86,22 +83,22 @@ class Recorder:
     def begin_decode(self) -> None:
         """The prefill is done. What `overlap` counts starts here."""
         self.decode_start = self.decode_end = self.now()
-        self._busy.clear()
-        self._stalls.clear()
         with self._lock:
-            self._transfers.clear()
+            self._overlap = Overlap()
 
     def end_round(self, rounds: list[events.Round]) -> None:
         """All sequences' parts of the round that is over."""
         for event in rounds:
             self._emit(event)
         self.totals.add(rounds)
+        with self._lock:
+            self._overlap.fold(rounds[0].t)
         self.decode_end = self.now()
         self.first_token = self.decode_end if self.first_token is None else self.first_token
 
     def compute(self, lane: str, op: str, layer: int, rows: int, start: int, end: int) -> None:
         """A slice of compute; what it waited for inside is told by `stall`."""
-        self._busy.append((start, end))
+        self._overlap.compute(start, end)
         self._emit(events.Compute(end, self.round, lane, op, layer, rows, start, end))
 
     # What the expert cache reports (its observer).
@@ -114,8 +111,8 @@ class Recorder:
         pauses = [[self._relative(since), self._relative(until)] for since, until in transfer.pauses]
         if transfer.bytes_moved:
             with self._lock:
-                self._moved.append(((start, end), transfer.bytes_moved))
-                self._transfers += subtract([(start, end)], merge((since, until) for since, until in pauses))
+                self._moved.append((moving(start, end, pauses), transfer.bytes_moved))
+                self._overlap.transfer(start, end, pauses)
         self._emit(
             events.Transfer(end, transfer.id, self.round, transfer.layer, transfer.expert, transfer.cause,
                             queued, start, end, transfer.bytes_moved, pauses)
@@ -126,7 +123,7 @@ class Recorder:
 
     def stall(self, layer: int, start_ns: int, end_ns: int) -> None:
         interval = self._relative(start_ns), self._relative(end_ns)
-        self._stalls.append(interval)
+        self._overlap.stall(*interval)
         self._round_stalls.append(interval)
         self._emit(events.Stall(interval[1], self.round, layer, *interval))
 
@@ -140,18 +137,17 @@ class Recorder:
         stalls = merge(self._round_stalls)
         with self._lock:
             moved = list(self._moved)
-        total = sum(nbytes for _, nbytes in moved)
-        waited = sum(
-            nbytes * covered(clip(stalls, interval)) / max(interval[1] - interval[0], 1) for interval, nbytes in moved
-        )
-        return total, round(waited)
+        waited = 0.0
+        for stretches, nbytes in moved:
+            under_stall = sum(covered(clip(stalls, stretch)) for stretch in stretches)
+            waited += nbytes * under_stall / max(covered(stretches), 1)
+        return sum(nbytes for _, nbytes in moved), round(waited)
 
     def overlap(self) -> tuple[int, int]:
-        """(ns of transfers, ns of transfers under compute), each transfer counted on its own."""
-        computing = subtract(merge(self._busy), merge(self._stalls))
+        """(ns of transfers, ns of transfers under compute), once the run is over."""
         with self._lock:
-            transfers = list(self._transfers)
-        return sum(end - start for start, end in transfers), sum(covered(clip(computing, t)) for t in transfers)
+            self._overlap.fold()
+        return self._overlap.transfer_ns, self._overlap.overlapped_ns
 
     def _relative(self, ns: int) -> int:
         return max(ns - self._origin, 0)

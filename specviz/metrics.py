@@ -2,7 +2,7 @@
 
 Acceptance rate = accepted / verified draft tokens. Acceptance at position i = accepted at i / rounds
 that verified i. Mean acceptance length = 1 + accepted / rounds with a draft. Hit rate = (hits + late) /
-requests. Overlap: see `specviz.overlap`. Stall = time that the engine waited for an expert. All of them
+requests. Overlap: see `engine.overlap`. Stall = time that the engine waited for an expert. All of them
 are about decoding: what the prefill moved and waited for is forgotten when decoding begins.
 
 `static/reducer.js` is the same reducer for the browser; `tests/golden` holds the two together.
@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.overlap import Overlap
 from specviz.experts import Cache, Roofline, Transfers
-from specviz.overlap import Overlap
 from specviz.reducers import Acceptance, Clock, Control, Json
 
 RUN_FACTS = ("schema", "model", "machine", "link", "config", "memory", "slots_per_layer", "started_unix")

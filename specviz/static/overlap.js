@@ -1,4 +1,4 @@
-// How much of the link's work ran under compute. The same code as specviz/overlap.py, which explains it:
+// How much of the link's work ran under compute. The same code as engine/overlap.py, which explains it:
 //   overlap = Σ |[start, end] of a transfer ∩ busy| / Σ |[start, end] of a transfer|
 //   busy    = union of Compute intervals − union of Stall intervals
 

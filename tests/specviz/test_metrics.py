@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.events import TRANSFER_OUTCOMES
+from engine.overlap import BUSY_LIMIT, Overlap
 from specviz.metrics import Metrics, reduce
-from specviz.overlap import BUSY_LIMIT, Overlap
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.ndjson"))

@@ -1,50 +1,32 @@
 """How much of the link's work ran under compute: exact interval arithmetic in bounded memory.
 
-    overlap = Σ |[start, end] of a transfer ∩ busy| / Σ |[start, end] of a transfer|
+    overlap = Σ |a transfer's time on the link ∩ busy| / Σ |a transfer's time on the link|
     busy    = union of Compute intervals − union of Stall intervals
 
 A stall is taken out because the compute interval of a layer's experts spans the wait for one of them:
-a transfer that the engine waited for was not hidden. Two transfers at the same time count one each.
+a transfer that the engine waited for was not hidden. Two transfers at the same time count one each; while
+others overtake a transfer, it is not on the link. The engine's summary and the page's metrics both use this.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
-Intervals = list[tuple[int, int]]
+from engine.intervals import Interval, merge, subtract
 
 #: Busy intervals remembered. A transfer that began before the oldest one counts as exposed up to there;
 #: a round has about 40 intervals and a transfer lasts a few rounds at most.
 BUSY_LIMIT = 8192
 
 
-def union(intervals: Intervals) -> Intervals:
-    """Sorted, disjoint intervals that cover the same points."""
-    merged: Intervals = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def subtract(intervals: Intervals, holes: Intervals) -> Intervals:
-    """`intervals` without `holes`; both sorted and disjoint, as `union` returns them."""
-    left: Intervals = []
-    first = 0
-    for start, end in intervals:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        at = first
-        while at < len(holes) and holes[at][0] < end:
-            if holes[at][0] > start:
-                left.append((start, holes[at][0]))
-            start = max(start, holes[at][1])
-            at += 1
-        if start < end:
-            left.append((start, end))
-    return left
+def moving(start: int, end: int, pauses: list[list[int]]) -> list[Interval]:
+    """The stretches of start … end outside `pauses` (sorted): when a transfer was on the link."""
+    stretches: list[Interval] = []
+    for pause_start, pause_end in [*pauses, [end, end]]:
+        if pause_start > start:
+            stretches.append((start, pause_start))
+        start = pause_end
+    return stretches
 
 
 class Overlap:
@@ -55,9 +37,9 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._compute: Intervals = []
-        self._stalls: Intervals = []
-        self._transfers: Intervals = []
+        self._compute: list[Interval] = []
+        self._stalls: list[Interval] = []
+        self._transfers: list[Interval] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._before: list[int] = []  # busy nanoseconds before each interval, so that a sum is a subtraction
@@ -74,17 +56,14 @@ class Overlap:
 
     def transfer(self, start: int, end: int, pauses: list[list[int]]) -> None:
         """An expert was on the link from `start` to `end` (ns), but for `pauses` in between."""
-        for pause_start, pause_end in [*pauses, [end, end]]:
-            if pause_start > start:
-                self._transfers.append((start, pause_start))
-            start = pause_end
+        self._transfers += moving(start, end, pauses)
 
     def fold(self, until: int | None = None) -> None:
         """Account for the transfers that ended by `until` (ns), all of them when it is None."""
-        for start, end in subtract(union(self._compute), union(self._stalls)):
+        for start, end in subtract(merge(self._compute), merge(self._stalls)):
             self._append(start, end)
         self._compute, self._stalls = [], []
-        waiting: Intervals = []
+        waiting: list[Interval] = []
         for start, end in self._transfers:
             if until is not None and end > until:
                 waiting.append((start, end))
