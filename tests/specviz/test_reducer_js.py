@@ -52,7 +52,8 @@ def test_same_figures(path):
 
 
 def test_same_limits():
-    from specviz import experts, overlap, reducers
+    from engine import overlap
+    from specviz import experts, reducers
 
     script = """
     const base = process.argv[2];
