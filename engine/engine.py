@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from engine import events
 from engine.calibration import measure_layer_seconds
@@ -21,7 +20,7 @@ from engine.offload.cache import ExpertCache
 from engine.offload.emulated import EmulatedLink
 from engine.offload.experts import OffloadedExperts, QuantizedExperts
 from engine.passes import PassObserver
-from engine.report import config_info, link_info, machine_info, memory_info, model_info, summarize
+from engine.report import cache_state, governor_choice, roofline_point, run_start, summarize
 from engine.run import Run, open_run
 from engine.speculation.drafters import Draft, Drafter, NoDrafter, SelfDrafter
 from engine.speculation.outcome import RoundView, outcome
@@ -173,19 +172,7 @@ class Engine:
             self.prefetches_drafts,
             run.drafter.drafts,
         )
-        recorder.emit(
-            events.GovernorChoice(
-                recorder.now(),
-                run.round,
-                choice.k,
-                choice.auto,
-                choice.probing,
-                choice.reason,
-                choice.expected_tokens,
-                choice.seconds,
-                choice.rate,
-            )
-        )
+        recorder.emit(governor_choice(run, choice))
         return choice
 
     def _draft(self, run: Run, k: int) -> Draft:
@@ -230,34 +217,21 @@ class Engine:
     def _learn(self, run: Run, draft: Draft, rounds: list[events.Round]) -> None:
         """Report the cache, feed the governor, and place the round on the roofline."""
         recorder, first = run.recorder, rounds[0]
-        self._report_cache(run)
-        tokens, seconds, stall = sum(len(r.tokens) for r in rounds), (first.t - first.start) / 1e9, first.stall_ns / 1e9
+        recorder.emit(cache_state(self, run))
         observation = Observation(
             k=draft.k,
             draft_passes=self.passes.draft_passes,
             draft_seconds=(first.draft_end - first.start) / 1e9,
-            verify_seconds=(first.verify_end - first.verify_start) / 1e9 - stall,
+            verify_seconds=(first.verify_end - first.verify_start - first.stall_ns) / 1e9,
+            stall_seconds=first.stall_ns / 1e9,
             overhead_seconds=(first.t - first.verify_end) / 1e9,
-            seconds=seconds,
-            tokens=tokens,
+            seconds=(first.t - first.start) / 1e9,
+            tokens=sum(len(r.tokens) for r in rounds),
             lengths=[(r.verified, r.accepted) for r in rounds],
             misses=self.passes.misses_by_rows(),
         )
         self.governor.observe(observation, self.transfer_seconds, self.prefetches_drafts)
-        moved, waited = recorder.round_moved_bytes()
-        recorder.emit(
-            events.RooflinePoint(
-                recorder.now(),
-                run.round,
-                draft.k,
-                tokens,
-                seconds,
-                waited,
-                moved,
-                self.loaded.link.bytes_per_s,
-                tokens / max(seconds - stall, 1e-9),
-            )
-        )
+        recorder.emit(roofline_point(run, observation, self.loaded.link.bytes_per_s))
 
     def _create_drafter(self, params: SamplingParams, generator: torch.Generator) -> Drafter:
         if self.draft_experts is None:
@@ -271,21 +245,7 @@ class Engine:
         for name, value in run.knobs.values.items():
             self._apply(name, value)
         self.passes.attach(run.recorder, self.cache)
-        tokenizer = self.loaded.tokenizer
-        run.recorder.emit(
-            events.RunStart(
-                t=0,
-                schema=events.SCHEMA_VERSION,
-                model=model_info(self),
-                machine=machine_info(),
-                link=link_info(self),
-                config=config_info(self, run),
-                memory=memory_info(self, run.batch.cache),
-                slots_per_layer=self.cache.slots_per_layer,
-                prompts=[_prompt(tokenizer, s.prompt_ids) for s in run.sequences],
-                started_unix=run.recorder.started_unix,
-            )
-        )
+        run.recorder.emit(run_start(self, run))
 
     def _prefill(self, run: Run) -> None:
         """Fill the KV cache with all prompt tokens but the last, sequence by sequence.
@@ -302,26 +262,10 @@ class Engine:
                 self.loaded.runner.forward(run.batch.cache, self.target_experts, ids, slot, at, rows, keep=1)
                 self.passes.end()
             run.batch.cache.commit(sequence.slot, sequence.cached)
-        self._report_cache(run)
+        recorder.emit(cache_state(self, run))
         recorder.emit(events.Phase(recorder.now(), "decode"))
         run.prefill_stats = self.cache.stats
         recorder.begin_decode()
-
-    def _report_cache(self, run: Run) -> None:
-        seen = self.cache.take_round()
-        run.recorder.emit(
-            events.CacheState(
-                t=run.recorder.now(),
-                round=run.round,
-                slots_per_layer=self.cache.slots_per_layer,
-                resident=self.cache.resident(),
-                used=seen.used,
-                evicted=seen.evicted,
-                hits=seen.hits,
-                late=seen.late,
-                misses=seen.misses,
-            )
-        )
 
     def _apply(self, name: str, value: Any) -> None:
         """Bring one live knob into effect; k and k_max are read when a round is scheduled."""
@@ -349,8 +293,3 @@ class Engine:
     def transfer_seconds(self) -> float:
         """What the link takes for one expert."""
         return self.loaded.source.table.shape.nbytes / max(self.loaded.link.bytes_per_s, 1.0)
-
-
-def _prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[dict[str, Any]]:
-    """A prompt token by token; special tokens have no text."""
-    return [{"id": i, "text": str(tokenizer.decode([i], skip_special_tokens=True))} for i in ids]

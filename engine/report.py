@@ -1,4 +1,4 @@
-"""The facts of a run as plain JSON: what it ran on, what it held in memory, how it went."""
+"""The facts of a run, as events and as plain JSON: what it ran on, what it held in memory, how it went."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from engine import events
+from engine.control.governor import Choice, Observation
 from engine.control.presets import find_preset
 from engine.model.kv_cache import KVCache
 from engine.offload.emulated import EmulatedLink
@@ -22,6 +25,69 @@ EXPERT_COUNTS = (
     "requests", "hits", "late", "misses",
     "prefetched", "prefetch_used", "prefetch_late", "prefetch_wasted", "prefetch_cancelled", "bytes_loaded",
 )  # fmt: skip
+
+
+def run_start(engine: Engine, run: Run) -> events.RunStart:
+    """The event that tells what a run runs on."""
+    return events.RunStart(
+        t=0,
+        schema=events.SCHEMA_VERSION,
+        model=model_info(engine),
+        machine=machine_info(),
+        link=link_info(engine),
+        config=config_info(engine, run),
+        memory=memory_info(engine, run.batch.cache),
+        slots_per_layer=engine.cache.slots_per_layer,
+        prompts=[_prompt(engine.loaded.tokenizer, sequence.prompt_ids) for sequence in run.sequences],
+        started_unix=run.recorder.started_unix,
+    )
+
+
+def cache_state(engine: Engine, run: Run) -> events.CacheState:
+    """The expert cache now, with the counts since the last call."""
+    seen = engine.cache.take_round()
+    return events.CacheState(
+        t=run.recorder.now(),
+        round=run.round,
+        slots_per_layer=engine.cache.slots_per_layer,
+        resident=engine.cache.resident(),
+        used=seen.used,
+        evicted=seen.evicted,
+        hits=seen.hits,
+        late=seen.late,
+        misses=seen.misses,
+    )
+
+
+def governor_choice(run: Run, choice: Choice) -> events.GovernorChoice:
+    """The governor's choice for the round that begins."""
+    return events.GovernorChoice(
+        t=run.recorder.now(),
+        round=run.round,
+        k=choice.k,
+        auto=choice.auto,
+        probing=choice.probing,
+        reason=choice.reason,
+        expected_tokens=choice.expected_tokens,
+        predicted_seconds=choice.seconds,
+        predicted_rate=choice.rate,
+    )
+
+
+def roofline_point(run: Run, seen: Observation, link_bytes_per_s: float) -> events.RooflinePoint:
+    """Where the round that ended lies on the amortization roofline."""
+    moved, waited = run.recorder.round_moved_bytes()
+    return events.RooflinePoint(
+        t=run.recorder.now(),
+        round=run.round,
+        k=seen.k,
+        tokens=seen.tokens,
+        seconds=seen.seconds,
+        sync_bytes=waited,
+        moved_bytes=moved,
+        link_bytes_per_s=link_bytes_per_s,
+        compute_tokens_per_s=seen.tokens / max(seen.seconds - seen.stall_seconds, 1e-9),
+    )
 
 
 def model_info(engine: Engine) -> dict[str, Any]:
@@ -120,6 +186,11 @@ def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
         "memory": memory_info(engine, run.batch.cache),
         "config": config_info(engine, run),
     }
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[dict[str, Any]]:
+    """A prompt token by token; special tokens have no text."""
+    return [{"id": i, "text": str(tokenizer.decode([i], skip_special_tokens=True))} for i in ids]
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -21,14 +21,15 @@ FIRST_K = 4
 class Observation:
     """What one round cost and brought. Times in seconds; `misses[r-1]` as LoadEstimator.observe.
 
-    `verify_seconds` excludes waiting; `seconds` is the whole round; `lengths` holds (verified, accepted) of
-    each sequence; `tokens` were emitted by all of them.
+    `verify_seconds` excludes waiting (`stall_seconds`); `seconds` is the whole round; `lengths` holds
+    (verified, accepted) of each sequence; `tokens` were emitted by all of them.
     """
 
     k: int
     draft_passes: int
     draft_seconds: float
     verify_seconds: float
+    stall_seconds: float
     overhead_seconds: float
     seconds: float
     tokens: int

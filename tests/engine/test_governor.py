@@ -49,6 +49,7 @@ class Machine:
             draft_passes=passes,
             draft_seconds=draft,
             verify_seconds=verify,
+            stall_seconds=moving,
             overhead_seconds=self.overhead,
             seconds=draft + verify + moving + self.overhead,
             tokens=accepted + 1,
