@@ -164,7 +164,8 @@ def test_no_draft_is_plain_sampling():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    logits=st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12, unique=True),
+    # Multiples of 1/64: two that float32 cannot tell apart would be a tie for one and an order for the other.
+    logits=st.lists(st.integers(-1920, 1920).map(lambda n: n / 64), min_size=2, max_size=12, unique=True),
     temperature=st.sampled_from((0.0, 1e-6, 0.3, 1.0, 2.0)),
     top_k=st.integers(0, 14),
     top_p=st.floats(0.01, 1.0),
@@ -216,10 +217,10 @@ OPTIONS = GenerationConfig(max_new_tokens=3, temperature=1.0, top_k=40, top_p=0.
 
 
 def deviations(engine: Engine, model: TinyModel) -> tuple[float, float]:
-    """Of 2,000 continuations of one prompt: how unlikely the first tokens are, and the second behind the commonest."""
+    """Of 1,000 continuations of one prompt: how unlikely the first tokens are, and the second behind the commonest."""
     results = [
         result["token_ids"]
-        for seed in range(4)
+        for seed in range(2)
         for result in engine.generate(["The sun"] * 500, dataclasses.replace(OPTIONS, seed=seed))
     ]
     prompt = AutoTokenizer.from_pretrained(model.directory)("The sun")["input_ids"]
@@ -248,7 +249,7 @@ def test_generating_with_a_wrong_q_would_be_noticed(sampled, monkeypatch):
         return dataclasses.replace(draft, probs=flat / flat.sum(-1, keepdim=True))
 
     monkeypatch.setattr(SelfDrafter, "draft", dishonest)
-    assert max(deviations(*sampled)) > 10
+    assert max(deviations(*sampled)) > 8
 
 
 def test_a_seed_decides_the_text(sampled):
