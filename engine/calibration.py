@@ -1,4 +1,4 @@
-"""Measuring the compute time of a layer, for links that are paced in such times."""
+"""What only a pass through the model tells: the size of its KV cache, the compute time of a layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import torch
 
 from engine.loading import LoadedModel
+from engine.model.runner import Experts
 from engine.offload.cache import ExpertCache
 from engine.offload.experts import OffloadedExperts
 from engine.passes import PassObserver
@@ -14,6 +15,15 @@ from engine.recorder import Recorder
 
 # The first passes warm caches and allocators up; the median of the rest is kept.
 PASSES, WARM_UP = 16, 4
+
+
+def measure_kv_bytes(loaded: LoadedModel, passes: PassObserver, experts: Experts) -> int:
+    """Bytes of keys and values that one token adds, by decoding one. It also warms the libraries up."""
+    kv = loaded.runner.new_cache(1, 1)
+    zero, one = torch.tensor([0]), torch.tensor([1])
+    passes.begin("draft")
+    loaded.runner.forward(kv, experts, torch.tensor([[0]]), zero, zero, one)
+    return kv.nbytes
 
 
 def measure_layer_seconds(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine import events
-from engine.calibration import measure_layer_seconds
+from engine.calibration import measure_kv_bytes, measure_layer_seconds
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
 from engine.control.governor import Choice, Governor, Observation
 from engine.control.presets import emulated_gbps, find_preset
@@ -49,6 +49,8 @@ class Engine:
         self.passes.attach(None, self.cache)
         self.target_experts = OffloadedExperts(self.cache, self.passes)
         self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None
+        self.kv_bytes_per_token = measure_kv_bytes(loaded, self.passes, self.draft_experts or self.target_experts)
+        self.cache.reset()
         link = loaded.link
         if config.link.preset is not None and isinstance(link, EmulatedLink):
             layer_seconds = measure_layer_seconds(loaded, self.cache, self.passes, self.target_experts)

@@ -137,13 +137,13 @@ def link_info(engine: Engine) -> dict[str, Any]:
     }
 
 
-def memory_info(engine: Engine, kv: KVCache | None) -> dict[str, int]:
-    """Bytes of the fast tier: weights that are not experts, the draft's copy, cache slots, KV."""
+def memory_info(engine: Engine, kv: KVCache) -> dict[str, int]:
+    """Bytes of the fast tier: weights that are not experts, the draft's copy, cache slots, KV (as it will be)."""
     parts = {
         "shared": engine.loaded.skeleton.shared_bytes,
         "draft": engine.draft_experts.nbytes if engine.draft_experts else 0,
         "cache": engine.cache.capacity_nbytes,
-        "kv": kv.nbytes if kv is not None else 0,
+        "kv": engine.kv_bytes_per_token * kv.max_length * len(kv.lengths),
     }
     return {**parts, "total": sum(parts.values())}
 

@@ -212,3 +212,16 @@ def test_the_dashboard_computes_the_same_figures(run):
     assert metrics["overlap"]["transfer_ns"] == pytest.approx(result["time"]["transfer_s"] * 1e9, abs=10)
     assert metrics["overlap"]["overlapped_ns"] == pytest.approx(result["time"]["overlapped_s"] * 1e9, abs=10)
     assert metrics["lost"] == 0 and metrics["transfers"]["unsettled"] == 0
+
+
+def test_memory_is_told_before_it_is_filled(engines, monkeypatch):
+    """The KV cache allocates with its first write; RunStart says its size all the same."""
+    engine, caches = engines["disk"], []
+    new_cache = engine.loaded.runner.new_cache
+    monkeypatch.setattr(engine.loaded.runner, "new_cache", lambda *size: caches.append(new_cache(*size)) or caches[-1])
+    told = []
+    [result] = engine.generate([PROMPTS[3]], GenerationConfig(max_new_tokens=5, k=2), emit=told.append)
+    memory = next(event.memory for event in told if isinstance(event, events.RunStart))
+    assert memory == result["memory"]
+    assert memory["kv"] == caches[0].nbytes > 0
+    assert memory["total"] == sum(memory[part] for part in ("shared", "draft", "cache", "kv"))
