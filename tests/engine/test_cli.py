@@ -94,6 +94,24 @@ def test_prompts_that_cannot_run(model: str, fails, tmp_path):
     assert "No such file" in fails(2, *start, "--prompt-file", str(tmp_path / "absent.txt"))
     assert "directory" in fails(2, *start, "--prompt-file", str(tmp_path))
     assert "context of 256" in fails(2, *start, "--prompt", "long " * 300)
+    assert "character 8" in fails(2, *start, "--prompt", "a kite \udcff")
+
+
+def test_an_empty_prompt_is_refused_before_torch_is_imported():
+    script = (
+        "import sys; from engine.cli import main; status = main(['generate', '--prompt', '']); "
+        "assert (status, 'torch' in sys.modules) == (2, False)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("link", ("emulated:5000", "emulated:1e-9", "emulated:1:500000"))
+def test_a_link_that_its_knobs_cannot_be_set_to_is_refused_before_anything_loads(link: str, fails):
+    assert "out of range" in fails(2, "generate", "--prompt", "a", "--model", "/nonexistent", "--link", link)
+
+
+def test_ranges_are_told_digit_by_digit(fails):
+    assert "use 0 to 2147483647" in fails(2, "generate", "--prompt", "a", "--seed", "-1")
 
 
 def test_models_that_cannot_run(dense_model, tmp_path, fails):

@@ -144,6 +144,15 @@ def test_values_that_no_control_can_hold_are_refused(controls, name, value):
         controls.settings(values)
 
 
+@pytest.mark.parametrize(("name", "value"), [("seed", -3), ("link_gbps", 0), ("link_latency_us", 1e9)])
+def test_a_number_out_of_range_is_refused_by_the_knob_s_name(controls, name, value):
+    values = values_of(controls)
+    # What the field hands on: had Gradio the bounds, its message would name no field.
+    set_value(controls, values, controls.knobs[name].value, controls.knobs[name].value.preprocess(value))
+    with pytest.raises(UsageError, match=f"{name} .* is out of range"):
+        controls.settings(values)
+
+
 def test_sliders_end_where_the_model_does(tmp_path):
     (tmp_path / "config.json").write_text('{"num_experts": 60, "num_hidden_layers": 24}')
     assert model_limits(str(tmp_path)) == {"slots": 60, "prefetch_depth": 24}
