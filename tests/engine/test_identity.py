@@ -17,7 +17,7 @@ from engine.engine import Engine
 
 EMBEDDED = TinyModel(EMBEDDED_MODEL, layers=8, experts=16, top_k=2)
 MODELS = ("embedded", *CONFIGS)
-NEW_TOKENS, NEW_TOKENS_FULL = 16, 40
+NEW_TOKENS, NEW_TOKENS_FULL = 16, 24
 
 
 @dataclass(frozen=True)
