@@ -152,8 +152,6 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from engine.engine import Engine
-
     config = _engine_config(options)
     request = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
@@ -168,6 +166,8 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = options.prompt if options.prompt is not None else _read_prompt(options.prompt_file)
     if not prompt.strip():
         raise UsageError("the prompt is empty: write at least one word")
+    from engine.engine import Engine  # after the checks: torch takes seconds to import
+
     engine = Engine.load(config, progress=_progress_line(sys.stderr))
     try:
         with _Trace(options.trace) as trace:

@@ -17,6 +17,9 @@ DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "none")
 POLICIES = ("lookahead", "lru", "lfu")
 PREFETCH_SOURCES = ("draft", "next-layer", "none")
 K_LIMIT = 16
+# What an emulated link may be set to: GB/s, and microseconds a transfer.
+LINK_GBPS = (0.0001, 1000)
+LINK_LATENCY_US = (0, 100_000)
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class LinkConfig:
             raise UsageError(f"unknown link {self.kind!r}: use disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")
         if self.kind == "emulated" and self.gbps is None and self.preset is None:
             raise UsageError("an emulated link needs a bandwidth or a preset: emulated:GBPS[:LATENCY_US]")
-        if self.gbps is not None and not 0 < self.gbps <= 10_000:
-            raise UsageError(f"link bandwidth {self.gbps:g} GB/s is out of range: use a number above 0, up to 10000")
-        if not 0 <= self.latency_us <= 1_000_000:
-            raise UsageError(f"link latency {self.latency_us:g} us is out of range: use 0 to 1000000")
+        if self.gbps is not None and not LINK_GBPS[0] <= self.gbps <= LINK_GBPS[1]:
+            raise UsageError(f"link bandwidth {self.gbps:g} GB/s is out of range: use {_span(*LINK_GBPS)}")
+        if not LINK_LATENCY_US[0] <= self.latency_us <= LINK_LATENCY_US[1]:
+            raise UsageError(f"link latency {self.latency_us:g} us is out of range: use {_span(*LINK_LATENCY_US)}")
 
     @classmethod
     def parse(cls, text: str) -> LinkConfig:
@@ -161,6 +164,10 @@ class GenerationConfig:
         KNOBS["seed"].check(self.seed)
 
 
+def _span(minimum: float, maximum: float) -> str:
+    return f"{minimum:.10g} to {maximum:.10g}"
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise UsageError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
@@ -194,7 +201,7 @@ class Knob:
             return value
         if self.kind == "auto_int" and value == "auto":
             return value
-        allowed = f"{self.minimum:g} to {self.maximum:g}" + (" or auto" if self.kind == "auto_int" else "")
+        allowed = _span(self.minimum, self.maximum) + (" or auto" if self.kind == "auto_int" else "")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.minimum <= value <= self.maximum:
             raise UsageError(f"{self.name} {value!r} is out of range: use {allowed}")
         if self.kind == "float":
@@ -219,9 +226,9 @@ KNOBS: dict[str, Knob] = {
              help="Which resident expert makes room for another."),
         Knob("slots", "Cache slots a layer", "int", 4, 1, 512, unit="experts",
              help="Experts of each layer that fast memory holds."),
-        Knob("link_gbps", "Emulated link bandwidth", "float", 1.0, 0.0001, 1000, step=0.001, unit="GB/s",
+        Knob("link_gbps", "Emulated link bandwidth", "float", 1.0, *LINK_GBPS, step=0.001, unit="GB/s",
              help="Only for an emulated link."),
-        Knob("link_latency_us", "Emulated link latency", "float", 0.0, 0, 100_000, step=10, unit="µs",
+        Knob("link_latency_us", "Emulated link latency", "float", 0.0, *LINK_LATENCY_US, step=10, unit="µs",
              help="Only for an emulated link; added to every transfer."),
         Knob("temperature", "Temperature", "float", 0.0, 0, 2, step=0.05, live=False,
              help="0 takes the likeliest token."),

@@ -88,4 +88,8 @@ def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationCo
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     if not prompt.strip():
         raise UsageError("the prompt is empty: write at least one word")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid Unicode text: look at character {error.start + 1}") from error
     return tokenizer(prompt)["input_ids"]
