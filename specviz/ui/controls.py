@@ -158,9 +158,8 @@ def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:
     step = 1 if knob.kind == "int" else knob.step
     if (top - knob.minimum) / step > SLIDER_STEPS:
         precision = 0 if knob.kind == "int" else None
-        number = gr.Number(
-            knob.default, minimum=knob.minimum, maximum=top, step=step, precision=precision, **common
-        )  # fmt: skip
+        # The bounds are the knob's: Gradio's own message would not say which field it means.
+        number = gr.Number(knob.default, step=step, precision=precision, **common)
         return KnobControl(knob, number)
     return KnobControl(knob, gr.Slider(knob.minimum, top, min(knob.default, top), step=step, **common))
 
