@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,17 @@ def test_tables_give_the_numbers(open_page):
     expected = json.loads((GOLDEN / "draft4.metrics.json").read_text())["acceptance"]["by_position"][0]
     cells = page.locator(".sv-panel-acceptance tbody tr").first.locator("td").all_inner_texts()
     assert cells[:3] == ["1", str(expected["verified"]), str(expected["accepted"])]
+
+
+@pytest.mark.parametrize("name", ["draft4", "plain"])
+def test_speed_says_against_what_the_draft_pays(open_page, name):
+    page = open_page(name)
+    said = page.locator(".sv-panel-speed").inner_text()
+    latest = json.loads((GOLDEN / f"{name}.metrics.json").read_text())["governor"]["latest"]
+    if latest["k"]:
+        assert re.search(rf"Predicted: [\d.]+ tokens/s with k = {latest['k']}, [\d.]+ without a draft", said)
+    else:
+        assert "Nothing is drafted now" in said
 
 
 def test_header_says_what_is_what(open_page):

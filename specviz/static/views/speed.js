@@ -32,14 +32,14 @@ export function createSpeed({ state, plotter }) {
   }));
   panel.body.append(plot.node, legend([["sv-mark-rate", "last second"], ["sv-mark-mean", "whole run"], ["sv-lane-knob", "a knob took effect"]]), el("h4", { text: "Where the decoding time goes" }), bar, shares);
 
-  function draw({ time }) {
+  function draw({ time, governor }) {
     for (const [name] of PARTS) {
       const share = time.decode_ns ? time[`${name}_ns`] / time.decode_ns : 0;
       parts[name].style.flexGrow = String(Math.max(0, share));
       setText(values[name], time.decode_ns ? percent(share) : "–");
     }
     bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
-    panel.say(sentence(time));
+    panel.say(sentence(time) + verdict(time, governor.latest));
     plot.invalidate();
   }
 
@@ -65,6 +65,13 @@ function speedFigure({ time, knobs }, node) {
       ...knobMarks(node, knobs, (knob) => knob.t / 1e9),
     },
   };
+}
+
+/** Against what: the same predictions that the governor compares, with the draft and without. */
+function verdict(time, latest) {
+  if (!time.decode_ns || !latest) return "";
+  if (!latest.k) return " Nothing is drafted now (k = 0).";
+  return ` Predicted: ${number(latest.predicted_rate[latest.k])} tokens/s with k = ${latest.k}, ${number(latest.predicted_rate[0])} without a draft (k = 0).`;
 }
 
 function sentence(time) {
