@@ -25,6 +25,7 @@ export class Transport {
   #open = false;
   #closed = false;
   #compat = false;
+  #heard = false;
   #held = [];
   #timers = new Map();
   #retry = RETRY_FIRST;
@@ -38,7 +39,7 @@ export class Transport {
   /** A batch that came through the generator. Ignored while the websocket works: it would be the same events. */
   feed(batch) {
     if (this.#closed || this.#open || batch.run !== this.run) return;
-    if (this.#compat) this.#take(batch);
+    if (this.#compat) this.#hear(batch);
     else if (this.#held.length < HELD_LIMIT) this.#held.push(batch);
   }
 
@@ -108,8 +109,14 @@ export class Transport {
   #fallBack() {
     if (this.#open || this.#closed) return;
     this.#compat = true;
-    this.handlers.mode("compat");
-    for (const batch of this.#held.splice(0)) this.#take(batch);
+    for (const batch of this.#held.splice(0)) this.#hear(batch);
+  }
+
+  /** The first batch is what tells a working generator from a server that is gone. */
+  #hear(batch) {
+    if (!this.#heard) this.handlers.mode("compat");
+    this.#heard = true;
+    this.#take(batch);
   }
 
   #lost(refused = false) {
@@ -118,7 +125,7 @@ export class Transport {
     this.#cancel("ping");
     if (this.#closed || this.over()) return;
     if (wasOpen) {
-      this.#compat = false;
+      this.#compat = this.#heard = false;
       this.handlers.mode("reconnecting");
       this.#later("patience", PATIENCE, () => this.#fallBack());
     }

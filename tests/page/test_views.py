@@ -141,6 +141,16 @@ def test_speed_says_against_what_the_draft_pays(open_page, name):
         assert "Nothing is drafted now" in said
 
 
+@pytest.mark.parametrize(("panel", "axis"), [("governor", "xaxis"), ("acceptance", "yaxis")])
+def test_rounds_are_whole_on_every_axis(open_page, panel, axis):
+    page = open_page("hand")  # two rounds
+    page.locator(f".sv-panel-{panel}").scroll_into_view_if_needed()
+    plots = f".sv-panel-{panel} .js-plotly-plot"
+    page.wait_for_selector(plots)
+    layout = page.evaluate(f"[...document.querySelectorAll('{plots}')].at(-1)._fullLayout.{axis}.dtick")
+    assert layout == 1
+
+
 def test_header_says_what_is_what(open_page):
     page = open_page("draft4")
     header = page.locator(".sv-header").inner_text()

@@ -100,6 +100,24 @@ def test_generator_takes_over_after_three_seconds_with_what_came_before():
     assert out["log"]["seqs"] == [1, 2, 3, 4]
 
 
+def test_a_server_that_is_gone_is_not_called_compat_mode():
+    out = run("""
+    const transport = start();
+    sockets[0].open();
+    sockets[0].say({ op: "pong" });
+    sockets[0].say(batch(1, 3));
+    sockets[0].drop();
+    pass(4000);
+    const modes = [...log.modes];
+    transport.feed(batch(4, 5));
+    transport.feed(batch(6, 7));
+    console.log(JSON.stringify({ log, modes }));
+    """)
+    assert out["modes"] == ["live", "reconnecting"]
+    assert out["log"]["modes"] == ["live", "reconnecting", "compat"]
+    assert out["log"]["seqs"] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_open_socket_makes_the_generator_redundant():
     out = run("""
     const transport = start();

@@ -86,7 +86,7 @@ function lengthFigure({ tokens_per_round: counts, mean_length: mean }, looks) {
       shapes,
       annotations,
       xaxis: { title: { text: "tokens a round" }, dtick: 1, range: [0.4, Math.max(5, counts.length - 1) + 0.6] },
-      yaxis: { title: { text: "rounds" }, rangemode: "tozero" },
+      yaxis: { title: { text: "rounds" }, rangemode: "tozero", ...(Math.max(0, ...counts) < 8 ? { dtick: 1 } : {}) },
     },
   };
 }

@@ -74,7 +74,7 @@ function governorFigure({ governor, knobs }, node) {
     ],
     layout: {
       showlegend: false,
-      xaxis: { title: { text: "round" } },
+      xaxis: { title: { text: "round" }, ...(series.length < 12 ? { dtick: 1 } : {}) },
       yaxis: { title: { text: "draft length k" }, dtick: 2, range: [-0.4, Math.max(4, ...series.map((c) => c.k)) + 0.8] },
       ...knobMarks(node, knobs, (knob) => knob.round),
     },
