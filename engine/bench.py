@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
+from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.offload.emulated import EmulatedLink
 from engine.report import link_info, machine_info
@@ -39,12 +39,13 @@ def decode_suite(config: EngineConfig, max_new_tokens: int, repeats: int, say: C
     All contenders get the same total of fast memory: the baseline spends the draft's bytes on more slots,
     rounded up in its favour. They run in turn, `repeats` times, with one pace of the link.
     """
+    options = GenerationConfig(max_new_tokens=max_new_tokens)
     config, link, contenders = _contenders(config)
     results: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
         for contender in contenders:
             say(f"run {repeat + 1} of {repeats}: {contender.name}")
-            results[contender.name] += _measure(contender, max_new_tokens)
+            results[contender.name] += _measure(contender, options)
     base = _row(contenders[0], results[BASE], None)
     rows = [_row(contender, results[contender.name], base) for contender in contenders]
     return {
@@ -88,10 +89,10 @@ def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], lis
     ]  # fmt: skip
 
 
-def _measure(contender: Contender, max_new_tokens: int) -> list[dict[str, Any]]:
+def _measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
     """One pass over all prompts; the first prompt warms the cache and the estimators up and is run again."""
     engine = Engine.load(contender.config)
-    options = GenerationConfig(max_new_tokens=max_new_tokens, k=contender.k)
+    options = dataclasses.replace(options, k=contender.k, k_max=K_LIMIT)
     try:
         engine.generate([PROMPTS[0]], options)
         return [engine.generate([prompt], options)[0] for prompt in PROMPTS]

@@ -72,8 +72,10 @@ class Controls:
         chosen: dict[str, Any] = {}
         for name, control in self.knobs.items():
             count = len(control.components)
-            chosen[name] = control.knob.check(control.setting(rest[:count]))
-            rest = rest[count:]
+            value, rest = control.setting(rest[:count]), rest[count:]
+            # The fields of a link that is not chosen are hidden: nobody could mend them.
+            hidden = name in LINK_KNOBS and link != CUSTOM_LINK
+            chosen[name] = control.knob.default if hidden else control.knob.check(value)
         live = {name: value for name, value in chosen.items() if KNOBS[name].live}
         request = {name: value for name, value in chosen.items() if not KNOBS[name].live}
         return RunSettings(

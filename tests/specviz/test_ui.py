@@ -147,9 +147,19 @@ def test_values_that_no_control_can_hold_are_refused(controls, name, value):
 @pytest.mark.parametrize(("name", "value"), [("seed", -3), ("link_gbps", 0), ("link_latency_us", 1e9)])
 def test_a_number_out_of_range_is_refused_by_the_knob_s_name(controls, name, value):
     values = values_of(controls)
+    set_value(controls, values, controls.link, "emulated")
     # What the field hands on: had Gradio the bounds, its message would name no field.
     set_value(controls, values, controls.knobs[name].value, controls.knobs[name].value.preprocess(value))
     with pytest.raises(UsageError, match=f"{name} .* is out of range"):
+        controls.settings(values)
+
+
+def test_a_field_that_is_hidden_cannot_stand_in_the_way(controls):
+    values = values_of(controls)
+    set_value(controls, values, controls.knobs["link_gbps"].value, 0)
+    assert controls.settings(values).engine.link.preset is not None
+    set_value(controls, values, controls.link, "emulated")
+    with pytest.raises(UsageError, match="link_gbps"):
         controls.settings(values)
 
 

@@ -137,7 +137,7 @@ function drawFacts(facts, memory, { facts: run, experts }) {
   const { model, link, config, machine } = run;
   const rows = [
     ["Model", `${model.name} · ${model.moe_layers} layers × ${model.experts} experts, top-${model.top_k} · ${model.dtype}`],
-    ["Expert", bytes(model.expert_bytes)],
+    ["Expert", `${bytes(model.expert_bytes)} on the link`],
     ["Slots", `${experts.slots_per_layer} of ${model.experts} a layer`],
     ["Link", link.emulated && !/emulated/i.test(link.label) ? `${link.label} (emulated)` : link.label],
     ["Draft", config.draft],
