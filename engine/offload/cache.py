@@ -49,6 +49,7 @@ class ExpertCache:
         self._policy = create_policy(policy)
         self._plan: Plan | None = None
         self._stream: ExpertStream | None = None
+        self._prefetching: set[int] = set()
         self.ledger = Ledger(table.layers, observer)
 
     # Streaming.
@@ -126,12 +127,7 @@ class ExpertCache:
     @property
     def prefetching(self) -> int:
         """Prefetches on their way."""
-        with self.lock:
-            return sum(
-                slot.transfer is not None and slot.transfer.cause == "prefetch" and not slot.draining
-                for shelf in self._shelves
-                for slot in shelf.slots
-            )
+        return len(self._prefetching)
 
     # Settings, and the ends of runs.
 
@@ -243,6 +239,7 @@ class ExpertCache:
         transfer = slot.transfer
         if transfer is None or not self.link.cancel(transfer):
             return False
+        self._prefetching.discard(transfer.id)
         if slot.transfer is transfer:
             self._shelves[layer].clear(slot)
         return True
@@ -311,6 +308,8 @@ class ExpertCache:
         except BaseException:
             self._shelves[layer].clear(slot)
             raise
+        if cause == "prefetch":
+            self._prefetching.add(slot.transfer.id)
 
     def _ended(self, layer: int, slot: Slot, transfer: Transfer) -> None:
         """The link is done with `transfer`; called in whatever thread it ended."""
@@ -319,6 +318,7 @@ class ExpertCache:
             awaited = slot.pinned
             self.ledger.ended(slot, transfer)
             slot.transfer, slot.late = None, False
+            self._prefetching.discard(transfer.id)
             if transfer.abandoned:
                 shelf.drop(slot)
             elif transfer.state != DONE:

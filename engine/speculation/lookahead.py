@@ -18,27 +18,22 @@ class LookaheadBuffer:
 
     def clear(self) -> None:
         self._rows: list[list[dict[int, float]]] = []
+        #: Per layer: every expert that some row needs, with its summed gate weight.
+        self.plan: list[dict[int, float]] = [{} for _ in range(self._layers)]
 
-    def add(self, layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
-        """The next row's choice at `layer`; layer 0 opens the row."""
+    def add(self, layer: int, index: list[list[int]], weights: list[list[float]]) -> dict[int, float]:
+        """The next row's choice at `layer`; layer 0 opens the row. Returns the experts that no earlier row needs."""
         if layer == 0 or not self._rows:
             self._rows.append([{} for _ in range(self._layers)])
-        self._rows[-1][layer] = gate_scores(index, weights)
+        row = self._rows[-1][layer] = gate_scores(index, weights)
+        wanted = self.plan[layer]
+        fresh = {expert: weight for expert, weight in row.items() if expert not in wanted}
+        for expert, weight in row.items():
+            wanted[expert] = wanted.get(expert, 0.0) + weight
+        return fresh
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, row: int, layer: int) -> dict[int, float]:
         return self._rows[row][layer]
-
-    def wanted(self, layer: int) -> dict[int, float]:
-        """Every expert that some row needs at `layer`, with its summed gate weight."""
-        total: dict[int, float] = {}
-        for row in self._rows:
-            for expert, weight in row[layer].items():
-                total[expert] = total.get(expert, 0.0) + weight
-        return total
-
-    def plan(self) -> list[dict[int, float]]:
-        """`wanted` of all layers."""
-        return [self.wanted(layer) for layer in range(self._layers)]

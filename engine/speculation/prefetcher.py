@@ -34,26 +34,24 @@ class Prefetcher:
         self._layers = layers
         self._guess = guess
         self._todo: list[tuple[int, float, int]] = []
-        self._foreseen: list[dict[int, float]] = [{} for _ in range(layers)]
 
     def begin_round(self) -> None:
         """Forget the last round's plan; what is still on the link and unwanted will be cancelled."""
         self.buffer.clear()
         self._todo.clear()
-        self._foreseen = [{} for _ in range(self._layers)]
-        self._cache.plan(None)
+        # The plan grows while the draft runs, so that no prefetch evicts what an earlier row wants.
+        self._cache.plan(self.buffer.plan if self.source == "draft" else None)
 
     def drafted(self, layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
         """The draft routed one more row at `layer`."""
-        self.buffer.add(layer, index, weights)
+        fresh = self.buffer.add(layer, index, weights)
         if self.source == "draft":
-            self._foresee(layer, self.buffer.row(len(self.buffer) - 1, layer))
+            self._enqueue(layer, fresh)
             self.pump(0)
 
     def plan_complete(self) -> None:
-        """The draft is done: protect what the whole chunk needs, and stop transfers that it does not."""
+        """The draft is done: stop transfers that the chunk does not need after all, and go on with the others."""
         if self.source == "draft" and len(self.buffer):
-            self._cache.plan(self.buffer.plan())
             self._cache.cancel_unplanned()
             self.pump(0)
 
@@ -61,9 +59,7 @@ class Prefetcher:
         """The target is about to compute `layer` for `hidden` (rows, H)."""
         ahead = layer + 1
         if self.source == "next-layer" and self._guess is not None and ahead < self._layers:
-            index, weights = self._guess(ahead, hidden)
-            for experts, values in zip(index, weights, strict=True):
-                self._foresee(ahead, dict(zip(experts, values, strict=True)))
+            self._enqueue(ahead, self.buffer.add(ahead, *self._guess(ahead, hidden)))
         self.pump(ahead)
 
     def pump(self, first_layer: int) -> None:
@@ -76,12 +72,6 @@ class Prefetcher:
             if layer >= first_layer:
                 self._cache.prefetch(layer, expert, layer)
 
-    def _foresee(self, layer: int, experts: dict[int, float]) -> None:
-        seen = self._foreseen[layer]
+    def _enqueue(self, layer: int, experts: dict[int, float]) -> None:
         for expert, weight in experts.items():
-            if expert not in seen:
-                heapq.heappush(self._todo, (layer, -weight, expert))
-            seen[expert] = seen.get(expert, 0.0) + weight
-        if self.source == "draft":
-            # Growing while the draft runs, so that no prefetch evicts what an earlier row wants.
-            self._cache.plan(self._foreseen)
+            heapq.heappush(self._todo, (layer, -weight, expert))
