@@ -26,7 +26,7 @@ LINK_LATENCY_US = (0, 100_000)
 class LinkConfig:
     """The slow tier. `kind` is disk or emulated; `gbps` is GB/s (1e9 bytes), `latency_us` microseconds a transfer.
 
-    `label` names the published machine whose ratio of transfer to compute time `gbps` reproduces, if any.
+    `preset` names the published machine whose ratio of transfer to compute time `gbps` will reproduce, if any.
     """
 
     kind: str = "disk"

@@ -71,13 +71,14 @@ class PassObserver:
         """For r = 1, 2, …: distinct experts of the first r rows that were not resident when the round began."""
         rows = max(self._row_positions, default=-1) + 1
         counts = [0] * rows
+        order = sorted(range(len(self._row_positions)), key=self._row_positions.__getitem__)
         for layer, index in self.routes.items():
             missing: set[int] = set()
-            for position in range(rows):
-                for at, experts in zip(self._row_positions, index, strict=True):
-                    if at == position:
-                        missing.update(e for e in experts if e not in self._resident[layer])
-                counts[position] += len(missing)
+            sizes = [0] * rows
+            for row in order:
+                missing.update(e for e in index[row] if e not in self._resident[layer])
+                sizes[self._row_positions[row]] = len(missing)  # a position's last row has them all
+            counts = [count + size for count, size in zip(counts, sizes, strict=True)]
         return counts
 
     # The cache's observer.

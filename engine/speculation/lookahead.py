@@ -34,6 +34,3 @@ class LookaheadBuffer:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def row(self, row: int, layer: int) -> dict[int, float]:
-        return self._rows[row][layer]
