@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ K_LIMIT = 16
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
 LINK_GBPS = (0.0001, 1000)
 LINK_LATENCY_US = (0, 100_000)
+
+
+def cache_directory() -> Path:
+    """Where packs and compiled kernels live: `$SPECVIZ_CACHE`, else `$XDG_CACHE_HOME/specviz`, else `~/.cache/specviz`."""
+    if own := os.environ.get("SPECVIZ_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specviz"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 import torch
 
+from engine.config import cache_directory
 from engine.errors import BudgetError, Cancelled, CheckpointError
 from engine.model.layout import ExpertRecord, ExpertTable, Segment
 from engine.offload.source import PAGE, ExpertSource
@@ -28,14 +29,6 @@ from engine.offload.source import PAGE, ExpertSource
 FORMAT = 1
 _CHUNK = 4 * 2**20
 _STALE_TEMPORARY_S = 3600
-
-
-def cache_directory() -> Path:
-    """Where packs live: `$SPECVIZ_CACHE`, else `$XDG_CACHE_HOME/specviz`, else `~/.cache/specviz`."""
-    if own := os.environ.get("SPECVIZ_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specviz"
 
 
 def open_pack(

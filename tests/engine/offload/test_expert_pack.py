@@ -13,7 +13,8 @@ import torch
 
 from engine.errors import BudgetError, Cancelled, CheckpointError
 from engine.offload import pack as pack_module
-from engine.offload.pack import Pack, cache_directory, open_pack
+from engine.config import cache_directory
+from engine.offload.pack import Pack, open_pack
 from engine.offload.source import PAGE
 
 STRIDE = PAGE  # an expert of the test checkpoint has 2880 bytes

@@ -1,0 +1,271 @@
+// The kernels as torch operators, in torch's stable ABI: light to compile, and good for later torch releases.
+//
+// Everything that could make a kernel read or write out of bounds is checked here; dtypes are checked by name.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+std::string shape_of(const Tensor& t) {
+    std::string text = "(";
+    for (int64_t i = 0; i < t.dim(); i++) text += (i ? ", " : "") + std::to_string(t.size(i));
+    return text + ")";
+}
+
+void check(bool holds, const std::string& op, const std::string& what) {
+    if (!holds) STD_TORCH_CHECK(false, "specviz::" + op + ": " + what);
+}
+
+specviz::Type type_of(const std::string& op, const char* name, const Tensor& t) {
+    if (t.scalar_type() == ScalarType::Float) return specviz::Type::f32;
+    check(t.scalar_type() == ScalarType::BFloat16, op, std::string(name) + " must be float32 or bfloat16");
+    return specviz::Type::bf16;
+}
+
+void check_type(const std::string& op, const char* name, const Tensor& t, ScalarType type, const char* type_name) {
+    check(t.scalar_type() == type, op, std::string(name) + " must be " + type_name);
+}
+
+// A contiguous CPU tensor of exactly this shape; -1 takes any size.
+void check_shape(const std::string& op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+    std::string wanted = "(";
+    bool same = t.dim() == static_cast<int64_t>(shape.size());
+    int64_t i = 0;
+    for (int64_t size : shape) {
+        same = same && (size < 0 || t.size(i) == size);
+        wanted += (i++ ? ", " : "") + (size < 0 ? "*" : std::to_string(size));
+    }
+    check(same, op, std::string(name) + " has shape " + shape_of(t) + ", expected " + wanted + ")");
+    check(t.is_cpu(), op, std::string(name) + " must be on the CPU");
+    check(t.is_contiguous(), op, std::string(name) + " must be contiguous");
+}
+
+const int64_t* indices(const std::string& op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
+    check_shape(op, name, t, {count});
+    check_type(op, name, t, ScalarType::Long, "int64");
+    const int64_t* values = static_cast<const int64_t*>(t.const_data_ptr());
+    for (int64_t i = 0; i < t.size(0); i++)
+        check(values[i] >= 0 && values[i] < limit, op,
+              std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(values[i]) + " is not below " +
+                  std::to_string(limit));
+    return values;
+}
+
+specviz::Activation activation_of(const std::string& op, const std::string& name) {
+    if (name == "silu") return specviz::Activation::silu;
+    if (name == "gelu") return specviz::Activation::gelu;
+    check(name == "gelu_tanh", op, "unknown activation " + name + ": use silu, gelu or gelu_tanh");
+    return specviz::Activation::gelu_tanh;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    const std::string op = "linear";
+    check(x.dim() >= 1, op, "x needs a dimension of features");
+    const int64_t in = x.size(x.dim() - 1), rows = in ? x.numel() / in : 0;
+    check_shape(op, "weight", weight, {-1, in});
+    check(x.is_cpu(), op, "x must be on the CPU");
+    const auto type = type_of(op, "x", x);
+    check(weight.scalar_type() == x.scalar_type(), op, "weight and x must have one dtype");
+    if (bias) {
+        check_shape(op, "bias", *bias, {weight.size(0)});
+        check(bias->scalar_type() == x.scalar_type(), op, "bias and x must have one dtype");
+    }
+    const Tensor packed = x.is_contiguous() ? x : torch::stable::contiguous(x);
+    std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+    shape.back() = weight.size(0);
+    Tensor out = torch::stable::new_empty(x, shape);
+    if (rows && weight.size(0))
+        specviz::current().linear({type, packed.const_data_ptr(), weight.const_data_ptr(),
+                                   bias ? bias->const_data_ptr() : nullptr, out.mutable_data_ptr(), rows, in,
+                                   weight.size(0)});
+    return out;
+}
+
+// Offsets must rise from 0 to the number of pairs.
+const int64_t* check_offsets(const std::string& op, const Tensor& offsets, int64_t experts, int64_t pairs) {
+    const int64_t* values = indices(op, "offsets", offsets, experts + 1, pairs + 1);
+    check(values[0] == 0 && values[experts] == pairs, op, "offsets must go from 0 to the number of rows");
+    for (int64_t e = 0; e < experts; e++) check(values[e] <= values[e + 1], op, "offsets must not fall");
+    return values;
+}
+
+void expert_ffn(const Tensor& x, const std::vector<Tensor>& gate_up, const std::vector<Tensor>& down,
+                const Tensor& offsets, const Tensor& rows, const Tensor& slots, Tensor out,
+                const std::string& activation) {
+    const std::string op = "expert_ffn";
+    check_shape(op, "x", x, {-1, -1});
+    const auto type = type_of(op, "x", x);
+    const int64_t n = gate_up.size(), hidden = x.size(1);
+    check(gate_up.size() == down.size() && n > 0, op, "gate_up and down must be lists of as many matrices, at least one");
+    check_shape(op, "out", out, {-1, hidden});
+    check_type(op, "out", out, ScalarType::Float, "float32");
+    std::vector<specviz::ExpertWeights> experts;
+    check(down[0].dim() == 2, op, "down must hold matrices (hidden, intermediate)");
+    const int64_t intermediate = down[0].size(1);
+    for (int64_t e = 0; e < n; e++) {
+        check_shape(op, "gate_up", gate_up[e], {2 * intermediate, hidden});
+        check_shape(op, "down", down[e], {hidden, intermediate});
+        check(gate_up[e].scalar_type() == x.scalar_type() && down[e].scalar_type() == x.scalar_type(), op,
+              "experts and x must have one dtype");
+        experts.push_back({gate_up[e].const_data_ptr(), down[e].const_data_ptr(), nullptr, nullptr});
+    }
+    const int64_t pairs = rows.numel();
+    const int64_t* row_values = indices(op, "rows", rows, pairs, x.size(0));
+    const int64_t* slot_values = indices(op, "slots", slots, pairs, out.size(0));
+    const int64_t* starts = check_offsets(op, offsets, n, pairs);
+    if (pairs && hidden && intermediate)
+        specviz::current().experts({type, 0, activation_of(op, activation), x.const_data_ptr(), experts.data(), starts,
+                                    row_values, slot_values, static_cast<float*>(out.mutable_data_ptr()), n, x.size(0),
+                                    hidden, intermediate});
+}
+
+// Σ over position, in order; outputs (rows, top_k, hidden) float32, weights (rows, top_k) float32.
+void combine_into(Tensor& out, specviz::Type type, const float* outputs, const Tensor& weights) {
+    specviz::current().combine({type, outputs, static_cast<const float*>(weights.const_data_ptr()),
+                                out.mutable_data_ptr(), out.size(0), weights.size(1), out.size(1)});
+}
+
+Tensor combine(const Tensor& outputs, const Tensor& weights, const Tensor& like) {
+    const std::string op = "combine";
+    check_shape(op, "weights", weights, {-1, -1});
+    check_type(op, "weights", weights, ScalarType::Float, "float32");
+    check_shape(op, "outputs", outputs, {weights.size(0), weights.size(1), -1});
+    check_type(op, "outputs", outputs, ScalarType::Float, "float32");
+    const auto type = type_of(op, "like", like);
+    Tensor out = torch::stable::new_empty(like, {weights.size(0), outputs.size(2)});
+    combine_into(out, type, static_cast<const float*>(outputs.const_data_ptr()), weights);
+    return out;
+}
+
+const uint16_t* check_quantized(const std::string& op, const char* name, const Tensor& codes, const Tensor& scales,
+                                int64_t experts, int64_t rows, int64_t columns, int64_t bits) {
+    const int64_t groups = (columns + specviz::kGroup - 1) / specviz::kGroup;
+    check_shape(op, name, codes, {experts, rows, groups, specviz::kGroup / 8 * bits});
+    check_type(op, name, codes, ScalarType::Byte, "uint8");
+    const std::string scales_name = std::string(name) + "_scales";
+    check_shape(op, scales_name.c_str(), scales, {experts, rows, groups, 2});
+    check_type(op, scales_name.c_str(), scales, ScalarType::BFloat16, "bfloat16");
+    return static_cast<const uint16_t*>(scales.const_data_ptr());
+}
+
+Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales, const Tensor& down,
+                     const Tensor& down_scales, const Tensor& index, const Tensor& weights, int64_t bits,
+                     const std::string& activation, int64_t intermediate) {
+    const std::string op = "quantized_moe";
+    check_shape(op, "x", x, {-1, -1});
+    const auto type = type_of(op, "x", x);
+    check(bits == 8 || bits == 4 || bits == 3 || bits == 2, op, "bits must be 8, 4, 3 or 2");
+    check(gate_up.dim() == 4, op, "gate_up must be codes (experts, rows, groups, bytes)");
+    const int64_t n = gate_up.size(0), tokens = x.size(0), hidden = x.size(1);
+    const uint16_t* up_scales = check_quantized(op, "gate_up", gate_up, gate_up_scales, n, 2 * intermediate, hidden, bits);
+    const uint16_t* down_scales_data = check_quantized(op, "down", down, down_scales, n, hidden, intermediate, bits);
+    check_shape(op, "index", index, {tokens, -1});
+    check_type(op, "index", index, ScalarType::Long, "int64");
+    const int64_t top_k = index.size(1), pairs = tokens * top_k;
+    check_shape(op, "weights", weights, {tokens, top_k});
+    check_type(op, "weights", weights, ScalarType::Float, "float32");
+    Tensor out = torch::stable::new_empty(x, {tokens, hidden});
+
+    // Group the pairs by expert: a counting sort, which keeps rows in order.
+    const int64_t* chosen = static_cast<const int64_t*>(index.const_data_ptr());
+    std::vector<int64_t> offsets(n + 1), rows(pairs), slots(pairs);
+    for (int64_t p = 0; p < pairs; p++) {
+        check(chosen[p] >= 0 && chosen[p] < n, op, "index holds " + std::to_string(chosen[p]) + ", which is no expert");
+        offsets[chosen[p] + 1]++;
+    }
+    for (int64_t e = 0; e < n; e++) offsets[e + 1] += offsets[e];
+    std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
+    for (int64_t p = 0; p < pairs; p++) {
+        const int64_t at = next[chosen[p]]++;
+        rows[at] = p / top_k;
+        slots[at] = p;
+    }
+    std::vector<specviz::ExpertWeights> experts;
+    const auto* up_codes = static_cast<const uint8_t*>(gate_up.const_data_ptr());
+    const auto* down_codes = static_cast<const uint8_t*>(down.const_data_ptr());
+    for (int64_t e = 0; e < n; e++)
+        experts.push_back({up_codes + e * (gate_up.numel() / n), down_codes + e * (down.numel() / n),
+                           up_scales + e * (gate_up_scales.numel() / n), down_scales_data + e * (down_scales.numel() / n)});
+    std::vector<float> outputs(pairs * hidden);
+    if (pairs && hidden && intermediate)
+        specviz::current().experts({type, static_cast<int>(bits), activation_of(op, activation), x.const_data_ptr(),
+                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.data(), n, tokens,
+                                    hidden, intermediate});
+    combine_into(out, type, outputs.data(), weights);
+    return out;
+}
+
+// q (batch, heads, rows, dim) and caches (slots, kv_heads, length, dim), any strides but contiguous rows.
+Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& slots,
+                         const Tensor& starts, double scale, int64_t window, const std::optional<Tensor>& sinks) {
+    const std::string op = "chunked_attention";
+    check(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, op,
+          "query, key and value must be (batch or slots, heads, rows, dim)");
+    const auto type = type_of(op, "query", query);
+    check(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), op,
+          "query, key and value must have one dtype");
+    check(query.is_cpu() && key.is_cpu() && value.is_cpu(), op, "query, key and value must be on the CPU");
+    const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2), dim = query.size(3);
+    const int64_t kv_heads = key.size(1), value_dim = value.size(3);
+    check(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, op,
+          "the last dimension of query, key and value must be contiguous");
+    check(key.size(3) == dim, op, "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
+    check(value.size(0) == key.size(0) && value.size(1) == kv_heads && value.size(2) == key.size(2), op,
+          "key " + shape_of(key) + " and value " + shape_of(value) + " are caches of different sizes");
+    check(kv_heads > 0 && heads % kv_heads == 0, op,
+          std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " KV heads");
+    check(window >= 0, op, "window must be 0 (none) or more");
+    const int64_t* slot_values = indices(op, "slots", slots, batch, key.size(0));
+    // The last row must lie in the cache.
+    const int64_t* start_values = indices(op, "starts", starts, batch, key.size(2) - rows + 1);
+    if (sinks) {
+        check_shape(op, "sinks", *sinks, {heads});
+        check_type(op, "sinks", *sinks, ScalarType::Float, "float32");
+    }
+    Tensor out = torch::stable::new_empty(query, {batch, rows, heads, value_dim});
+    if (out.numel())
+        specviz::current().attention({type, query.const_data_ptr(), query.stride(0), query.stride(1), query.stride(2),
+                                      key.const_data_ptr(), key.stride(0), key.stride(1), key.stride(2),
+                                      value.const_data_ptr(), value.stride(0), value.stride(1), value.stride(2),
+                                      slot_values, start_values,
+                                      sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr,
+                                      out.mutable_data_ptr(), batch, heads, kv_heads, rows, dim, value_dim, window,
+                                      static_cast<float>(scale)});
+    return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(specviz, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+    m.def(
+        "expert_ffn(Tensor x, Tensor[] gate_up, Tensor[] down, Tensor offsets, Tensor rows, Tensor slots, "
+        "Tensor(a!) out, str activation) -> ()");
+    m.def("combine(Tensor outputs, Tensor weights, Tensor like) -> Tensor");
+    m.def(
+        "quantized_moe(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
+        "Tensor index, Tensor weights, int bits, str activation, int intermediate) -> Tensor");
+    m.def(
+        "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor slots, Tensor starts, float scale, "
+        "int window, Tensor? sinks) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specviz, CPU, m) {
+    m.impl("linear", TORCH_BOX(&linear));
+    m.impl("expert_ffn", TORCH_BOX(&expert_ffn));
+    m.impl("combine", TORCH_BOX(&combine));
+    m.impl("quantized_moe", TORCH_BOX(&quantized_moe));
+    m.impl("chunked_attention", TORCH_BOX(&chunked_attention));
+}

@@ -1,0 +1,191 @@
+// Products of weight rows with a few activation rows: the inner loops of every linear layer and expert.
+//
+// A *unit* is one way to multiply. It says how weights lie in memory (`Weight`), how activations are packed for it
+// (`Element`), and how a block of `kRows` weight rows meets them. All units promise the same: an output's terms are
+// added in an order that depends on the depth alone, never on how many rows, columns or experts share the call.
+
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace specviz {
+namespace {
+
+// Activation rows that one product takes; more are cut into several.
+constexpr int64_t kMostRows = 64;
+// Depth that is dequantized at a time: 4 rows of bfloat16 fill a quarter of a 32 KiB first-level cache.
+constexpr int64_t kDepthBlock = 1024;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// What the row-major units share: activations lie row after row, padded with zeros to whole vectors; a block of
+// accumulators, one vector for each (activation row, weight row), lives in registers within a depth block.
+template <class Traits>
+struct RowMajor : Traits {
+    using Weight = typename Traits::Weight;
+    using Element = typename Traits::Element;
+    using Acc = vf;
+    static constexpr int kRows = 4;
+    // Registers: kRows × this many accumulators, and the operands.
+    static constexpr int kTileRows = kLanes == 16 ? 6 : 2;
+
+    static int64_t padded(int64_t depth) { return round_up(depth, Traits::kStep); }
+    static int64_t packed(int64_t rows, int64_t depth) { return rows * padded(depth); }
+
+    static Element* at(Element* packed, int64_t depth, int64_t row, int64_t k) {
+        return packed + row * padded(depth) + k;
+    }
+
+    // Zeros behind the depth of `rows` rows.
+    static void pad(Element* packed, int64_t depth, int64_t rows) {
+        const int64_t missing = padded(depth) - depth;
+        for (int64_t r = 0; missing && r < rows; r++) std::memset(at(packed, depth, r, depth), 0, missing * sizeof(Element));
+    }
+
+    template <int N, int R>
+    static void tile(Acc* acc, const Weight* const* w, const Element* x, int64_t stride, int64_t begin, int64_t depth) {
+        typename Traits::Vector weights[N];
+        vf sums[R][N];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) sums[r][n] = acc[r * kRows + n];
+        int64_t k = 0;
+        for (; k + Traits::kStep <= depth; k += Traits::kStep) {
+            for (int n = 0; n < N; n++) weights[n] = Traits::weights(w[n] + k);
+            for (int r = 0; r < R; r++) {
+                const auto row = Traits::elements(x + r * stride + begin + k);
+                for (int n = 0; n < N; n++) sums[r][n] = Traits::multiply_add(sums[r][n], weights[n], row);
+            }
+        }
+        if (k < depth) {
+            for (int n = 0; n < N; n++) {
+                Weight rest[Traits::kStep] = {};
+                std::memcpy(rest, w[n] + k, (depth - k) * sizeof(Weight));
+                weights[n] = Traits::weights(rest);
+            }
+            for (int r = 0; r < R; r++) {
+                const auto row = Traits::elements(x + r * stride + begin + k);
+                for (int n = 0; n < N; n++) sums[r][n] = Traits::multiply_add(sums[r][n], weights[n], row);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < N; n++) acc[r * kRows + n] = sums[r][n];
+    }
+
+    template <int N>
+    static void tiles(Acc* acc, const Weight* const* w, const Element* x, int64_t stride, int64_t begin, int64_t depth,
+                      int64_t rows) {
+        for (; rows >= kTileRows; rows -= kTileRows, acc += kTileRows * kRows, x += kTileRows * stride)
+            tile<N, kTileRows>(acc, w, x, stride, begin, depth);
+        switch (rows) {
+            case 1: return tile<N, 1>(acc, w, x, stride, begin, depth);
+            case 2: return tile<N, 2>(acc, w, x, stride, begin, depth);
+            case 3: return tile<N, 3>(acc, w, x, stride, begin, depth);
+            case 4: return tile<N, 4>(acc, w, x, stride, begin, depth);
+            case 5: return tile<N, 5>(acc, w, x, stride, begin, depth);
+        }
+    }
+
+    // Adds to `acc` the terms begin … begin + depth of n ≤ kRows weight rows with `rows` activation rows of `packed`,
+    // whose full depth is `whole`. w[i] points at term `begin` of weight row i.
+    static void accumulate(Acc* acc, const Weight* const* w, int n, const Element* packed, int64_t whole, int64_t begin,
+                           int64_t depth, int64_t rows) {
+        if (n == kRows) return tiles<kRows>(acc, w, packed, padded(whole), begin, depth, rows);
+        for (int i = 0; i < n; i++) tiles<1>(acc + i, w + i, packed, padded(whole), begin, depth, rows);
+    }
+
+    static int64_t accumulators(int64_t rows) { return rows * kRows; }
+
+    // out[i · stride + r]: the sums of weight row i and activation row r.
+    static void finish(const Acc* acc, int n, int64_t rows, float* out, int64_t stride) {
+        for (int i = 0; i < n; i++)
+            for (int64_t r = 0; r < rows; r++) out[i * stride + r] = sum(acc[r * kRows + i]);
+    }
+};
+
+struct Float32 {
+    using Weight = float;
+    using Element = float;
+    using Vector = vf;
+    static constexpr int64_t kStep = kLanes;
+    static Element element(float x) { return x; }
+    static vf weights(const Weight* w) { return load<vf>(w); }
+    static vf elements(const Element* x) { return load<vf>(x); }
+    static vf multiply_add(vf acc, vf w, vf x) { return acc + w * x; }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 pairs multiplied and added in one instruction.
+struct Bfloat16 {
+    using Weight = uint16_t;
+    using Element = uint16_t;
+    using Vector = __m512bh;
+    static constexpr int64_t kStep = 32;
+    static Element element(float x) { return to_bf16(x); }
+    static __m512bh weights(const Weight* w) { return load<__m512bh>(w); }
+    static __m512bh elements(const Element* x) { return load<__m512bh>(x); }
+    static vf multiply_add(vf acc, __m512bh w, __m512bh x) { return (vf)_mm512_dpbf16_ps((__m512)acc, w, x); }
+};
+#else
+// bfloat16 weights widened to float32; activations are rounded to bfloat16 and kept as float32.
+struct Bfloat16 {
+    using Weight = uint16_t;
+    using Element = float;
+    using Vector = vf;
+    static constexpr int64_t kStep = kLanes;
+    static Element element(float x) { return to_float(to_bf16(x)); }
+    static vf weights(const Weight* w) { return widen(load<vh>(w)); }
+    static vf elements(const Element* x) { return load<vf>(x); }
+    static vf multiply_add(vf acc, vf w, vf x) { return acc + w * x; }
+};
+#endif
+
+using FloatUnit = RowMajor<Float32>;
+using Bfloat16Unit = RowMajor<Bfloat16>;
+
+// Row `row` of x, of any type, into row `to` of the packed activations.
+template <class Unit>
+inline void pack_row(typename Unit::Element* packed, int64_t depth, int64_t to, const void* x, Type type, int64_t row) {
+    if (type == Type::f32) {
+        const float* from = static_cast<const float*>(x) + row * depth;
+        for (int64_t k = 0; k < depth; k++) *Unit::at(packed, depth, to, k) = Unit::element(from[k]);
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(x) + row * depth;
+        for (int64_t k = 0; k < depth; k++) *Unit::at(packed, depth, to, k) = Unit::element(to_float(from[k]));
+    }
+}
+
+// Memory of a calling thread that is kept between calls, and grows.
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    ~Scratch() { std::free(memory_); }
+
+    // At least `bytes` bytes at a multiple of 64; what was in it is lost. Throws std::bad_alloc.
+    template <class T>
+    T* get(int64_t count) {
+        const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+        if (bytes > size_) {
+            std::free(memory_);
+            size_ = round_up(bytes, 4096);
+            memory_ = std::aligned_alloc(64, size_);
+            if (!memory_) {
+                size_ = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return static_cast<T*>(memory_);
+    }
+
+  private:
+    void* memory_ = nullptr;
+    int64_t size_ = 0;
+};
+
+}  // namespace
+}  // namespace specviz
