@@ -21,6 +21,7 @@ from engine.config import (
     EngineConfig,
     GenerationConfig,
     LinkConfig,
+    parse_kernels,
 )
 from engine.errors import EngineError, UsageError
 from engine.events import Event, Round
@@ -104,6 +105,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")  # fmt: skip
     add("--dtype", choices=DTYPES, default="float32", help="what the model computes in")
     add("--threads", type=int, metavar="N", help="CPU threads of torch")
+    add("--kernels", type=parse_kernels, default="all", metavar="all|none|NAME,…",
+        help="what the compiled kernels compute: attention,linear,experts,draft")  # fmt: skip
     add("--no-pack", action="store_true", help="read byte ranges of the shards instead of the page-aligned pack")
 
 
@@ -145,6 +148,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         "cache": options.cache,
         "link": options.link,
         "pack": not options.no_pack,
+        "kernels": options.kernels,
     }
     if options.threads is not None:
         fields["threads"] = options.threads

@@ -17,6 +17,8 @@ DTYPES = ("float32", "bfloat16")
 DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "none")
 POLICIES = ("lookahead", "lru", "lfu")
 PREFETCH_SOURCES = ("draft", "next-layer", "none")
+#: What the compiled kernels can compute: attention, the target's linear layers, its experts, the draft's experts.
+KERNELS = ("attention", "linear", "experts", "draft")
 K_LIMIT = 16
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
 LINK_GBPS = (0.0001, 1000)
@@ -24,7 +26,7 @@ LINK_LATENCY_US = (0, 100_000)
 
 
 def cache_directory() -> Path:
-    """Where packs and compiled kernels live: `$SPECVIZ_CACHE`, else `$XDG_CACHE_HOME/specviz`, else `~/.cache/specviz`."""
+    """Where packs and kernels live: `$SPECVIZ_CACHE`, else `$XDG_CACHE_HOME/specviz`, else `~/.cache/specviz`."""
     if own := os.environ.get("SPECVIZ_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -122,7 +124,8 @@ class EngineConfig:
 
     `model`: a directory or a hub id. `draft`: one of DRAFTS. `pack`: build and use the page-aligned
     pack of the experts (False reads byte ranges of the original shards). `threads`: CPU threads of torch;
-    None chooses by the size of the experts.
+    None chooses by the size of the experts. `kernels`: those of KERNELS that may compute where torch would
+    otherwise, if this machine can build them (`engine/kernels/native.py`); () is none.
     """
 
     model: str = str(EMBEDDED_MODEL)
@@ -134,14 +137,30 @@ class EngineConfig:
     link: LinkConfig = LinkConfig()
     threads: int | None = None
     pack: bool = True
+    kernels: tuple[str, ...] = KERNELS
 
     def __post_init__(self) -> None:
+        for kernel in self.kernels:
+            _one_of("kernel", kernel, KERNELS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("draft", self.draft, DRAFTS)
         _one_of("policy", self.policy, POLICIES)
         _one_of("prefetch", self.prefetch, PREFETCH_SOURCES)
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise UsageError(f"threads {self.threads} is out of range: use 1 to 1024")
+
+
+def parse_kernels(text: str) -> tuple[str, ...]:
+    """`all`, `none`, or names of KERNELS with commas between, in any order. Raises UsageError."""
+    if text == "all":
+        return KERNELS
+    if text == "none":
+        return ()
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in KERNELS:
+            raise UsageError(f"unknown kernel {name!r}: use all, none, or some of {','.join(KERNELS)}")
+    return tuple(name for name in KERNELS if name in names)
 
 
 @dataclass(frozen=True)

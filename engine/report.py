@@ -151,7 +151,12 @@ def memory_info(engine: Engine, kv: KVCache) -> dict[str, int]:
 def config_info(engine: Engine, run: Run) -> dict[str, Any]:
     """Every setting as it was resolved."""
     settings = {**dataclasses.asdict(engine.config), **dataclasses.asdict(run.options)}
-    return {**settings, **run.knobs.values, "cache": engine.cache.slots_per_layer, "stop": list(run.options.stop)}
+    resolved = {
+        "cache": engine.cache.slots_per_layer,
+        "stop": list(run.options.stop),
+        "kernels": list(engine.config.kernels),
+    }
+    return {**settings, **run.knobs.values, **resolved}
 
 
 def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
