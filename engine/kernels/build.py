@@ -91,6 +91,7 @@ def _compile(work: Path, extra: Sequence[str]) -> None:
         ("ops.cpp", "ops.o", (f"-I{torch_root / 'include'}", "-O2")),
         ("dispatch.cpp", "dispatch.o", compiled),
         ("parallel.cpp", "parallel.o", ()),
+        ("roof.cpp", "roof.o", ()),
     ]
 
     def compile_one(job: tuple[str, str, tuple[str, ...]]) -> str:
