@@ -16,6 +16,10 @@ namespace {
 // Weight rows (output features) of one task: enough work to be worth handing out, few enough to balance.
 constexpr int64_t kTaskRows = 32;
 
+// Whether a second thread would help: reading so many weights, or multiplying each with so many activation rows,
+// takes longer than waking it.
+inline bool worthwhile(int64_t weights, int64_t rows) { return weights > 200'000 || weights * rows > 1'500'000; }
+
 // A weight matrix (rows, depth), plain or quantized.
 struct Weights {
     const void* data;
@@ -24,35 +28,54 @@ struct Weights {
     int64_t depth;
 };
 
-// out[i · stride + r], for weight rows first … first + n and `rows` packed activation rows.
+// How many bytes ahead of their use weights are asked for, with rows of so many bytes taken `rows` at a time: the
+// same place in the next rows, or further on when rows are short. The hardware's own prefetching gives up at the end
+// of a row; without this, rows of 400 bytes stream at a third of the memory's speed.
+inline int64_t ahead(int64_t row_bytes, int64_t rows) { return most(8192, rows * row_bytes); }
+
+// out[r · stride + i]: activation row r of `rows` packed ones, times weight row first + i of n.
 template <class Unit>
-inline void product(const Weights& weights, int64_t first, int64_t n, const typename Unit::Element* packed, int64_t rows,
-                    float* out, int64_t stride) {
+inline void product(const Weights& weights, int64_t first, int64_t n, const typename Unit::Element* packed,
+                    int64_t rows, float* out, int64_t stride) {
     using Weight = typename Unit::Weight;
     const int64_t depth = weights.depth, groups = (depth + kGroup - 1) / kGroup;
     alignas(64) typename Unit::Acc acc[kMostRows * Unit::kRows];
     alignas(64) Weight block[Unit::kRows * kDepthBlock];
     const Weight* w[Unit::kRows];
+    const int64_t codes_ahead = ahead(groups * group_bytes(weights.bits), Unit::kRows);
+    const int64_t scales_ahead = ahead(4 * groups, Unit::kRows);
+    const int64_t plain_ahead = weights.bits == 0 ? ahead(depth * sizeof(Weight), Unit::kRows) : 0;
     for (int64_t i = 0; i < n; i += Unit::kRows) {
         const int count = static_cast<int>(least(Unit::kRows, n - i));
-        std::memset(acc, 0, Unit::accumulators(rows) * sizeof acc[0]);
-        if (weights.bits == 0) {
-            for (int j = 0; j < count; j++) w[j] = static_cast<const Weight*>(weights.data) + (first + i + j) * depth;
-            Unit::accumulate(acc, w, count, packed, depth, 0, depth, rows);
-        } else if constexpr (sizeof(Weight) == 2) {
-            for (int64_t begin = 0; begin < depth; begin += kDepthBlock) {
-                const int64_t part = least(kDepthBlock, depth - begin), g = begin / kGroup;
-                for (int j = 0; j < count; j++) {
-                    const int64_t at = (first + i + j) * groups + g;
+        for (int64_t begin = 0; begin < depth; begin += kDepthBlock) {
+            const int64_t part = least(kDepthBlock, depth - begin);
+            for (int j = 0; j < count; j++) {
+                if (weights.bits == 0) {
+                    w[j] = static_cast<const Weight*>(weights.data) + (first + i + j) * depth + begin;
+                } else if constexpr (sizeof(Weight) == 2) {
+                    const int64_t at = (first + i + j) * groups + begin / kGroup;
                     dequantize(static_cast<const uint8_t*>(weights.data) + at * group_bytes(weights.bits),
-                               weights.scales + 2 * at, weights.bits, (part + kGroup - 1) / kGroup,
-                               block + j * kDepthBlock);
+                               weights.scales + 2 * at, weights.bits, (part + kGroup - 1) / kGroup, codes_ahead,
+                               scales_ahead, block + j * kDepthBlock);
                     w[j] = block + j * kDepthBlock;
                 }
-                Unit::accumulate(acc, w, count, packed, depth, begin, part, rows);
             }
+            Unit::accumulate(acc, w, count, packed, depth, begin, part, rows, plain_ahead);
         }
-        Unit::finish(acc, count, rows, out + i * stride, stride);
+        Unit::finish(acc, count, rows, out + i, stride);
+    }
+}
+
+// Sums of one row for output features first … first + n: with the bias, rounded once.
+inline void write_row(const LinearArgs& a, int64_t row, int64_t first, int64_t n, const float* sums) {
+    const int64_t to = row * a.out_features + first;
+    if (a.type == Type::f32) {
+        const float* bias = static_cast<const float*>(a.bias);
+        for (int64_t i = 0; i < n; i++) static_cast<float*>(a.out)[to + i] = bias ? sums[i] + bias[first + i] : sums[i];
+    } else {
+        const uint16_t* bias = static_cast<const uint16_t*>(a.bias);
+        for (int64_t i = 0; i < n; i++)
+            static_cast<uint16_t*>(a.out)[to + i] = to_bf16(bias ? sums[i] + to_float(bias[first + i]) : sums[i]);
     }
 }
 
@@ -64,31 +87,20 @@ void run_linear(const LinearArgs& a) {
     const int64_t chunk_size = Unit::packed(kMostRows, depth);
     auto* packed = scratch.get<typename Unit::Element>(chunks * chunk_size);
     const auto rows_of = [&](int64_t chunk) { return least(kMostRows, a.rows - chunk * kMostRows); };
-    parallel_for(chunks, [&](int64_t chunk) {
+    const bool wide = worthwhile(depth * a.out_features, a.rows);
+    parallel_for(chunks, wide && chunks > 1, [&](int64_t chunk) {
         auto* to = packed + chunk * chunk_size;
         for (int64_t r = 0; r < rows_of(chunk); r++) pack_row<Unit>(to, depth, r, a.x, a.type, chunk * kMostRows + r);
         Unit::pad(to, depth, rows_of(chunk));
     });
     const Weights weights{a.weight, nullptr, 0, depth};
-    parallel_for((a.out_features + kTaskRows - 1) / kTaskRows, [&](int64_t task) {
+    parallel_for((a.out_features + kTaskRows - 1) / kTaskRows, wide, [&](int64_t task) {
         const int64_t first = task * kTaskRows, n = least(kTaskRows, a.out_features - first);
         float sums[kTaskRows * kMostRows];
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             const int64_t rows = rows_of(chunk);
-            product<Unit>(weights, first, n, packed + chunk * chunk_size, rows, sums, rows);
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t to = (chunk * kMostRows + r) * a.out_features + first;
-                for (int64_t i = 0; i < n; i++) {
-                    const float y = sums[i * rows + r];
-                    if (a.type == Type::f32) {
-                        const float* bias = static_cast<const float*>(a.bias);
-                        static_cast<float*>(a.out)[to + i] = bias ? y + bias[first + i] : y;
-                    } else {
-                        const uint16_t* bias = static_cast<const uint16_t*>(a.bias);
-                        static_cast<uint16_t*>(a.out)[to + i] = to_bf16(bias ? y + to_float(bias[first + i]) : y);
-                    }
-                }
-            }
+            product<Unit>(weights, first, n, packed + chunk * chunk_size, rows, sums, kTaskRows);
+            for (int64_t r = 0; r < rows; r++) write_row(a, chunk * kMostRows + r, first, n, sums + r * kTaskRows);
         }
     });
 }
@@ -139,7 +151,10 @@ void run_experts(const ExpertsArgs& a) {
     Element* x = x_scratch.get<Element>(at.x);
     Element* h = h_scratch.get<Element>(at.h);
 
-    parallel_for(chunks, [&](int64_t chunk) {
+    const int64_t pairs = a.offsets[a.n_experts];
+    // Each expert's weights are read once, whatever its rows.
+    const bool wide = worthwhile(3 * chunks * a.hidden * a.intermediate, (pairs + chunks - 1) / chunks);
+    parallel_for(chunks, wide && pairs * a.hidden > 100'000, [&](int64_t chunk) {
         const Place& place = places[chunk];
         for (int64_t r = 0; r < place.rows; r++)
             pack_row<Unit>(x + place.x, a.hidden, r, a.x, a.type, a.rows[place.pairs + r]);
@@ -148,32 +163,33 @@ void run_experts(const ExpertsArgs& a) {
     });
 
     const int64_t up_tasks = (a.intermediate + kTaskRows - 1) / kTaskRows;
-    parallel_for(chunks * up_tasks, [&](int64_t task) {
+    parallel_for(chunks * up_tasks, wide, [&](int64_t task) {
         const Place& place = places[task / up_tasks];
         const int64_t first = task % up_tasks * kTaskRows, n = least(kTaskRows, a.intermediate - first);
         const ExpertWeights& expert = a.experts[place.expert];
         const Weights weights{expert.gate_up, expert.gate_up_scales, a.bits, a.hidden};
         alignas(64) float gate[kTaskRows * kMostRows], up[kTaskRows * kMostRows];
-        product<Unit>(weights, first, n, x + place.x, place.rows, gate, place.rows);
-        product<Unit>(weights, a.intermediate + first, n, x + place.x, place.rows, up, place.rows);
-        for (int64_t i = 0; i < n * place.rows; i += kLanes)
-            store(gate + i, activate(load<vf>(gate + i), a.activation) * load<vf>(up + i));
-        for (int64_t r = 0; r < place.rows; r++)
+        product<Unit>(weights, first, n, x + place.x, place.rows, gate, kTaskRows);
+        product<Unit>(weights, a.intermediate + first, n, x + place.x, place.rows, up, kTaskRows);
+        for (int64_t r = 0; r < place.rows; r++) {
+            float* row = gate + r * kTaskRows;
+            for (int64_t i = 0; i < n; i += kLanes)
+                store(row + i, activate(load<vf>(row + i), a.activation) * load<vf>(up + r * kTaskRows + i));
             for (int64_t i = 0; i < n; i++)
-                *Unit::at(h + place.h, a.intermediate, r, first + i) = Unit::element(gate[i * place.rows + r]);
+                *Unit::at(h + place.h, a.intermediate, r, first + i) = Unit::element(row[i]);
+        }
     });
 
     const int64_t down_tasks = (a.hidden + kTaskRows - 1) / kTaskRows;
-    parallel_for(chunks * down_tasks, [&](int64_t task) {
+    parallel_for(chunks * down_tasks, wide, [&](int64_t task) {
         const Place& place = places[task / down_tasks];
         const int64_t first = task % down_tasks * kTaskRows, n = least(kTaskRows, a.hidden - first);
         const ExpertWeights& expert = a.experts[place.expert];
         const Weights weights{expert.down, expert.down_scales, a.bits, a.intermediate};
         float sums[kTaskRows * kMostRows];
-        product<Unit>(weights, first, n, h + place.h, place.rows, sums, place.rows);
+        product<Unit>(weights, first, n, h + place.h, place.rows, sums, kTaskRows);
         for (int64_t r = 0; r < place.rows; r++)
-            for (int64_t i = 0; i < n; i++)
-                a.out[a.slots[place.pairs + r] * a.hidden + first + i] = sums[i * place.rows + r];
+            std::memcpy(a.out + a.slots[place.pairs + r] * a.hidden + first, sums + r * kTaskRows, n * sizeof(float));
     });
 }
 

@@ -108,7 +108,8 @@ void expert_ffn(const Tensor& x, const std::vector<Tensor>& gate_up, const std::
     check_shape(op, "x", x, {-1, -1});
     const auto type = type_of(op, "x", x);
     const int64_t n = gate_up.size(), hidden = x.size(1);
-    check(gate_up.size() == down.size() && n > 0, op, "gate_up and down must be lists of as many matrices, at least one");
+    check(gate_up.size() == down.size() && n > 0, op,
+          "gate_up and down must be lists of as many matrices, at least one");
     check_shape(op, "out", out, {-1, hidden});
     check_type(op, "out", out, ScalarType::Float, "float32");
     std::vector<specviz::ExpertWeights> experts;
@@ -169,7 +170,8 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     check(bits == 8 || bits == 4 || bits == 3 || bits == 2, op, "bits must be 8, 4, 3 or 2");
     check(gate_up.dim() == 4, op, "gate_up must be codes (experts, rows, groups, bytes)");
     const int64_t n = gate_up.size(0), tokens = x.size(0), hidden = x.size(1);
-    const uint16_t* up_scales = check_quantized(op, "gate_up", gate_up, gate_up_scales, n, 2 * intermediate, hidden, bits);
+    const uint16_t* up_scales =
+        check_quantized(op, "gate_up", gate_up, gate_up_scales, n, 2 * intermediate, hidden, bits);
     const uint16_t* down_scales_data = check_quantized(op, "down", down, down_scales, n, hidden, intermediate, bits);
     check_shape(op, "index", index, {tokens, -1});
     check_type(op, "index", index, ScalarType::Long, "int64");
@@ -197,12 +199,13 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     const auto* down_codes = static_cast<const uint8_t*>(down.const_data_ptr());
     for (int64_t e = 0; e < n; e++)
         experts.push_back({up_codes + e * (gate_up.numel() / n), down_codes + e * (down.numel() / n),
-                           up_scales + e * (gate_up_scales.numel() / n), down_scales_data + e * (down_scales.numel() / n)});
+                           up_scales + e * (gate_up_scales.numel() / n),
+                           down_scales_data + e * (down_scales.numel() / n)});
     std::vector<float> outputs(pairs * hidden);
     if (pairs && hidden && intermediate)
         specviz::current().experts({type, static_cast<int>(bits), activation_of(op, activation), x.const_data_ptr(),
-                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.data(), n, tokens,
-                                    hidden, intermediate});
+                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.data(), n,
+                                    tokens, hidden, intermediate});
     combine_into(out, type, outputs.data(), weights);
     return out;
 }
@@ -221,7 +224,8 @@ Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& v
     const int64_t kv_heads = key.size(1), value_dim = value.size(3);
     check(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, op,
           "the last dimension of query, key and value must be contiguous");
-    check(key.size(3) == dim, op, "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
+    check(key.size(3) == dim, op,
+          "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
     check(value.size(0) == key.size(0) && value.size(1) == kv_heads && value.size(2) == key.size(2), op,
           "key " + shape_of(key) + " and value " + shape_of(value) + " are caches of different sizes");
     check(kv_heads > 0 && heads % kv_heads == 0, op,
@@ -236,12 +240,30 @@ Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& v
     }
     Tensor out = torch::stable::new_empty(query, {batch, rows, heads, value_dim});
     if (out.numel())
-        specviz::current().attention({type, query.const_data_ptr(), query.stride(0), query.stride(1), query.stride(2),
-                                      key.const_data_ptr(), key.stride(0), key.stride(1), key.stride(2),
-                                      value.const_data_ptr(), value.stride(0), value.stride(1), value.stride(2),
-                                      slot_values, start_values,
+        specviz::current().attention({type,
+                                      query.const_data_ptr(),
+                                      query.stride(0),
+                                      query.stride(1),
+                                      query.stride(2),
+                                      key.const_data_ptr(),
+                                      key.stride(0),
+                                      key.stride(1),
+                                      key.stride(2),
+                                      value.const_data_ptr(),
+                                      value.stride(0),
+                                      value.stride(1),
+                                      value.stride(2),
+                                      slot_values,
+                                      start_values,
                                       sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr,
-                                      out.mutable_data_ptr(), batch, heads, kv_heads, rows, dim, value_dim, window,
+                                      out.mutable_data_ptr(),
+                                      batch,
+                                      heads,
+                                      kv_heads,
+                                      rows,
+                                      dim,
+                                      value_dim,
+                                      window,
                                       static_cast<float>(scale)});
     return out;
 }

@@ -16,9 +16,16 @@ int threads();
 
 // The same for a callable. Static, because each variant is compiled with its own instruction set (see simd.h).
 template <class Body>
-static inline void parallel_for(int64_t tasks, Body&& body) {
-    auto call = [](void* context, int64_t task) { (*static_cast<Body*>(context))(task); };
-    run_tasks(tasks, call, &body);
+static inline void parallel_for(int64_t tasks, const Body& body) {
+    auto call = [](void* context, int64_t task) { (*static_cast<const Body*>(context))(task); };
+    run_tasks(tasks, call, const_cast<Body*>(&body));
+}
+
+// Work that is not `worthwhile` stays on the caller: waking a thread takes some 10 us.
+template <class Body>
+static inline void parallel_for(int64_t tasks, bool worthwhile, const Body& body) {
+    if (worthwhile) return parallel_for(tasks, body);
+    for (int64_t task = 0; task < tasks; task++) body(task);
 }
 
 }  // namespace specviz

@@ -19,8 +19,8 @@ namespace {
 constexpr int64_t kMostRows = 64;
 // Depth that is dequantized at a time: 4 rows of bfloat16 fill a quarter of a 32 KiB first-level cache.
 constexpr int64_t kDepthBlock = 1024;
-
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // What the row-major units share: activations lie row after row, padded with zeros to whole vectors; a block of
@@ -44,18 +44,23 @@ struct RowMajor : Traits {
     // Zeros behind the depth of `rows` rows.
     static void pad(Element* packed, int64_t depth, int64_t rows) {
         const int64_t missing = padded(depth) - depth;
-        for (int64_t r = 0; missing && r < rows; r++) std::memset(at(packed, depth, r, depth), 0, missing * sizeof(Element));
+        for (int64_t r = 0; missing && r < rows; r++)
+            std::memset(at(packed, depth, r, depth), 0, missing * sizeof(Element));
     }
 
     template <int N, int R>
-    static void tile(Acc* acc, const Weight* const* w, const Element* x, int64_t stride, int64_t begin, int64_t depth) {
+    static void tile(Acc* acc, const Weight* const* w, const Element* x, int64_t stride, int64_t begin, int64_t depth,
+                     int64_t ahead) {
         typename Traits::Vector weights[N];
         vf sums[R][N];
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) sums[r][n] = acc[r * kRows + n];
+            for (int n = 0; n < N; n++) sums[r][n] = begin ? acc[r * kRows + n] : vf{};
         int64_t k = 0;
         for (; k + Traits::kStep <= depth; k += Traits::kStep) {
-            for (int n = 0; n < N; n++) weights[n] = Traits::weights(w[n] + k);
+            for (int n = 0; n < N; n++) {
+                weights[n] = Traits::weights(w[n] + k);
+                __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + ahead, 0, 2);
+            }
             for (int r = 0; r < R; r++) {
                 const auto row = Traits::elements(x + r * stride + begin + k);
                 for (int n = 0; n < N; n++) sums[r][n] = Traits::multiply_add(sums[r][n], weights[n], row);
@@ -78,32 +83,39 @@ struct RowMajor : Traits {
 
     template <int N>
     static void tiles(Acc* acc, const Weight* const* w, const Element* x, int64_t stride, int64_t begin, int64_t depth,
-                      int64_t rows) {
+                      int64_t rows, int64_t ahead) {
         for (; rows >= kTileRows; rows -= kTileRows, acc += kTileRows * kRows, x += kTileRows * stride)
-            tile<N, kTileRows>(acc, w, x, stride, begin, depth);
+            tile<N, kTileRows>(acc, w, x, stride, begin, depth, ahead);
         switch (rows) {
-            case 1: return tile<N, 1>(acc, w, x, stride, begin, depth);
-            case 2: return tile<N, 2>(acc, w, x, stride, begin, depth);
-            case 3: return tile<N, 3>(acc, w, x, stride, begin, depth);
-            case 4: return tile<N, 4>(acc, w, x, stride, begin, depth);
-            case 5: return tile<N, 5>(acc, w, x, stride, begin, depth);
+            case 1:
+                return tile<N, 1>(acc, w, x, stride, begin, depth, ahead);
+            case 2:
+                return tile<N, 2>(acc, w, x, stride, begin, depth, ahead);
+            case 3:
+                return tile<N, 3>(acc, w, x, stride, begin, depth, ahead);
+            case 4:
+                return tile<N, 4>(acc, w, x, stride, begin, depth, ahead);
+            case 5:
+                return tile<N, 5>(acc, w, x, stride, begin, depth, ahead);
         }
     }
 
     // Adds to `acc` the terms begin … begin + depth of n ≤ kRows weight rows with `rows` activation rows of `packed`,
-    // whose full depth is `whole`. w[i] points at term `begin` of weight row i.
+    // whose full depth is `whole`; begin 0 starts from zero. w[i] points at term `begin` of weight row i, and what
+    // lies `ahead` bytes behind it is asked for.
     static void accumulate(Acc* acc, const Weight* const* w, int n, const Element* packed, int64_t whole, int64_t begin,
-                           int64_t depth, int64_t rows) {
-        if (n == kRows) return tiles<kRows>(acc, w, packed, padded(whole), begin, depth, rows);
-        for (int i = 0; i < n; i++) tiles<1>(acc + i, w + i, packed, padded(whole), begin, depth, rows);
+                           int64_t depth, int64_t rows, int64_t ahead) {
+        if (n == kRows) return tiles<kRows>(acc, w, packed, padded(whole), begin, depth, rows, ahead);
+        for (int i = 0; i < n; i++) tiles<1>(acc + i, w + i, packed, padded(whole), begin, depth, rows, ahead);
     }
 
-    static int64_t accumulators(int64_t rows) { return rows * kRows; }
-
-    // out[i · stride + r]: the sums of weight row i and activation row r.
+    // out[r · stride + i]: the sums of activation row r and weight row i.
     static void finish(const Acc* acc, int n, int64_t rows, float* out, int64_t stride) {
-        for (int i = 0; i < n; i++)
-            for (int64_t r = 0; r < rows; r++) out[i * stride + r] = sum(acc[r * kRows + i]);
+        for (int64_t r = 0; r < rows; r++) {
+            float sums[kRows];
+            sum4(acc + r * kRows, sums);
+            for (int i = 0; i < n; i++) out[r * stride + i] = sums[i];
+        }
     }
 };
 

@@ -36,6 +36,14 @@ inline void unpack_group(const uint8_t* group, uint8_t* codes) {
 
 #if defined(__AVX512BF16__)
 
+// A small integer as bfloat16, exactly.
+constexpr uint16_t bf16_integer(int n) {
+    if (n == 0) return 0;
+    int size = n < 0 ? -n : n, exponent = 0;
+    while (size >> (exponent + 1)) exponent++;
+    return static_cast<uint16_t>((n < 0) << 15 | (127 + exponent) << 7 | ((size << 7 >> exponent) & 0x7f));
+}
+
 // The 32 codes of a group as 16-bit lanes; for less than 8 bits, lanes whose low 4 bits are the code.
 template <int Bits>
 inline __m512i spread(const uint8_t* group) {
@@ -50,49 +58,72 @@ inline __m512i spread(const uint8_t* group) {
         int64_t pairs;
         std::memcpy(&pairs, group, 8);
         const __m512i two_bits = _mm512_cvtepu8_epi16(_mm256_set1_epi64x(pairs));
-        const __m512i by_two =
-            _mm512_set_epi64(0x6000600060006, 0x6000600060006, 0x4000400040004, 0x4000400040004, 0x2000200020002,
-                             0x2000200020002, 0, 0);
+        const __m512i by_two = _mm512_set_epi64(0x6000600060006, 0x6000600060006, 0x4000400040004, 0x4000400040004,
+                                                0x2000200020002, 0x2000200020002, 0, 0);
         const __m512i low = _mm512_and_si512(_mm512_srlv_epi16(two_bits, by_two), _mm512_set1_epi16(3));
         if constexpr (Bits == 2) return low;
         int32_t singles;
         std::memcpy(&singles, group + 8, 4);
         const __m512i one_bit = _mm512_cvtepu8_epi16(_mm256_set1_epi32(singles));
-        const __m512i by_one =
-            _mm512_set_epi64(0x7000700070007, 0x6000600060006, 0x5000500050005, 0x4000400040004, 0x3000300030003,
-                             0x2000200020002, 0x1000100010001, 0);
+        const __m512i by_one = _mm512_set_epi64(0x7000700070007, 0x6000600060006, 0x5000500050005, 0x4000400040004,
+                                                0x3000300030003, 0x2000200020002, 0x1000100010001, 0);
         const __m512i high = _mm512_and_si512(_mm512_srlv_epi16(one_bit, by_one), _mm512_set1_epi16(1));
         return _mm512_or_si512(low, _mm512_slli_epi16(high, 2));
     }
 }
 
+// The 16 values that codes of up to 4 bits stand for, as float32. The instruction that multiplies pairs of bfloat16
+// numbers computes code · scale + 1 · zero at once, rounded once: products of bfloat16 numbers are exact in float32.
+template <int Bits>
+inline __m512 values(const uint16_t* scale_and_zero) {
+    constexpr uint16_t kOne = 0x3f80;
+    alignas(64) static const uint16_t codes[32] = {
+        bf16_integer(0 - (1 << (Bits - 1))),  kOne, bf16_integer(1 - (1 << (Bits - 1))),  kOne,
+        bf16_integer(2 - (1 << (Bits - 1))),  kOne, bf16_integer(3 - (1 << (Bits - 1))),  kOne,
+        bf16_integer(4 - (1 << (Bits - 1))),  kOne, bf16_integer(5 - (1 << (Bits - 1))),  kOne,
+        bf16_integer(6 - (1 << (Bits - 1))),  kOne, bf16_integer(7 - (1 << (Bits - 1))),  kOne,
+        bf16_integer(8 - (1 << (Bits - 1))),  kOne, bf16_integer(9 - (1 << (Bits - 1))),  kOne,
+        bf16_integer(10 - (1 << (Bits - 1))), kOne, bf16_integer(11 - (1 << (Bits - 1))), kOne,
+        bf16_integer(12 - (1 << (Bits - 1))), kOne, bf16_integer(13 - (1 << (Bits - 1))), kOne,
+        bf16_integer(14 - (1 << (Bits - 1))), kOne, bf16_integer(15 - (1 << (Bits - 1))), kOne,
+    };
+    int32_t pair;
+    std::memcpy(&pair, scale_and_zero, 4);
+    return _mm512_dpbf16_ps(_mm512_setzero_ps(), load<__m512bh>(codes), (__m512bh)_mm512_set1_epi32(pair));
+}
+
 // A group as 32 bfloat16 weights. Up to 4 bits a weight there are at most 16 values: they are computed once, and
 // looked up by code. (The table is there twice, so that bit 4 of a lane does not matter.)
 template <int Bits>
-inline __m512i dequantize_group(const uint8_t* group, const uint16_t* scale_and_zero) {
-    uint32_t pair;
-    std::memcpy(&pair, scale_and_zero, 4);
-    const __m512i pairs = _mm512_set1_epi32(pair);
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-    const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+inline void dequantize_group(const uint8_t* group, const uint16_t* scale_and_zero, uint16_t* weights) {
     const __m512i codes = spread<Bits>(group);
     if constexpr (Bits == 8) {
+        const __m512 scale = _mm512_set1_ps(to_float(scale_and_zero[0])),
+                     zero = _mm512_set1_ps(to_float(scale_and_zero[1]));
         const __m512 middle = _mm512_set1_ps(128);
         const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)));
         const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)));
-        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_sub_ps(high, middle), scale, zero),
-                                            _mm512_fmadd_ps(_mm512_sub_ps(low, middle), scale, zero));
+        store(weights, _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(_mm512_sub_ps(high, middle), scale, zero),
+                                           _mm512_fmadd_ps(_mm512_sub_ps(low, middle), scale, zero)));
     } else {
-        const __m512 counted = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512 values = _mm512_fmadd_ps(_mm512_sub_ps(counted, _mm512_set1_ps(1 << (Bits - 1))), scale, zero);
-        const __m256i table = (__m256i)_mm512_cvtneps_pbh(values);
-        return _mm512_permutexvar_epi16(codes, _mm512_inserti64x4(_mm512_castsi256_si512(table), table, 1));
+        const __m256i table = (__m256i)_mm512_cvtneps_pbh(values<Bits>(scale_and_zero));
+        store(weights, _mm512_permutexvar_epi16(codes, _mm512_inserti64x4(_mm512_castsi256_si512(table), table, 1)));
     }
 }
 
-template <int Bits>
-inline void dequantize_group(const uint8_t* group, const uint16_t* scale_and_zero, uint16_t* weights) {
-    _mm512_storeu_si512(weights, dequantize_group<Bits>(group, scale_and_zero));
+// Two groups of 4-bit codes at once: one conversion makes both tables, and bit 4 of a lane says which one counts.
+inline void dequantize_two(const uint8_t* groups, const uint16_t* scales, uint16_t* weights) {
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(groups)));
+    const __m512i nibble = _mm512_set1_epi16(15);
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    const __m512i low = _mm512_ternarylogic_epi64(bytes, nibble, second, kAndOr);
+    const __m512i high = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), second);
+    const __m512i tables = (__m512i)_mm512_cvtne2ps_pbh(values<4>(scales + 2), values<4>(scales));
+    const __m512i starts = _mm512_permutexvar_epi16(low, tables);  // codes 0 … 15 of both groups
+    const __m512i ends = _mm512_permutexvar_epi16(high, tables);   // codes 16 … 31
+    store(weights, _mm512_inserti64x4(starts, _mm512_castsi512_si256(ends), 1));
+    store(weights + kGroup, _mm512_shuffle_i64x2(starts, ends, 0xee));
 }
 
 #else
@@ -110,17 +141,38 @@ inline void dequantize_group(const uint8_t* group, const uint16_t* scale_and_zer
 
 #endif
 
-// `groups` groups of one row of codes.
-inline void dequantize(const uint8_t* codes, const uint16_t* scales, int bits, int64_t groups, uint16_t* weights) {
-    const auto each = [&](auto group) {
-        for (int64_t g = 0; g < groups; g++)
-            group(codes + g * group_bytes(bits), scales + 2 * g, weights + g * kGroup);
+// One row of codes, or a part of it: `groups` groups. Both streams are asked for so many bytes ahead.
+template <int Bits>
+inline void dequantize_row(const uint8_t* codes, const uint16_t* scales, int64_t groups, int64_t codes_ahead,
+                           int64_t scales_ahead, uint16_t* weights) {
+    int64_t g = 0;
+    const auto ask = [&] {
+        __builtin_prefetch(codes + g * group_bytes(Bits) + codes_ahead, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(scales + 2 * g) + scales_ahead, 0, 2);
     };
+#if defined(__AVX512BF16__)
+    for (; Bits == 4 && g + 2 <= groups; g += 2) {
+        ask();
+        dequantize_two(codes + g * group_bytes(4), scales + 2 * g, weights + g * kGroup);
+    }
+#endif
+    for (; g < groups; g++) {
+        ask();
+        dequantize_group<Bits>(codes + g * group_bytes(Bits), scales + 2 * g, weights + g * kGroup);
+    }
+}
+
+inline void dequantize(const uint8_t* codes, const uint16_t* scales, int bits, int64_t groups, int64_t codes_ahead,
+                       int64_t scales_ahead, uint16_t* weights) {
     switch (bits) {
-        case 8: return each([](auto... a) { dequantize_group<8>(a...); });
-        case 4: return each([](auto... a) { dequantize_group<4>(a...); });
-        case 3: return each([](auto... a) { dequantize_group<3>(a...); });
-        case 2: return each([](auto... a) { dequantize_group<2>(a...); });
+        case 8:
+            return dequantize_row<8>(codes, scales, groups, codes_ahead, scales_ahead, weights);
+        case 4:
+            return dequantize_row<4>(codes, scales, groups, codes_ahead, scales_ahead, weights);
+        case 3:
+            return dequantize_row<3>(codes, scales, groups, codes_ahead, scales_ahead, weights);
+        case 2:
+            return dequantize_row<2>(codes, scales, groups, codes_ahead, scales_ahead, weights);
     }
 }
 

@@ -78,17 +78,26 @@ inline vf max(vf a, vf b) { return a > b ? a : b; }
 
 // Sum and maximum over the lanes, always in the same order.
 inline float sum(vf x) {
-#if defined(__AVX512F__)
-    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
-    __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
-#else
     float lanes[kLanes];
     store(lanes, x);
     for (int width = kLanes / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+}
+
+// The sums of four vectors.
+inline void sum4(const vf* x, float* sums) {
+#if defined(__AVX512F__)
+    const __m512 a =
+        _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]), _mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]));
+    const __m512 b =
+        _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]), _mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]));
+    // Each 128 bits hold the four partial sums of their lanes: [0, 1, 2, 3].
+    const __m512 c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+    for (int i = 0; i < 4; i++) sums[i] = sum(x[i]);
 #endif
 }
 
