@@ -1,0 +1,270 @@
+// What attention multiplies with: small matrix products whose lanes are keys (q · k) or value features (p · v).
+//
+// A *unit* is one way to multiply. Its `Stored` is what the cache holds, and one `Step` is what a multiply-add takes of
+// one query: a float, or a pair of bfloat16. Both of q · k and p · v become c[query][lane] += Σ a[query][step] ·
+// b[step][lane], with b packed into panels, so no sum ever runs across lanes. A sum's terms are added in the order of
+// the steps: nothing of it depends on how many queries or lanes share the product.
+
+#pragma once
+
+#include "kernels.h"
+#include "products.h"
+#include "simd.h"
+
+namespace specviz {
+namespace {
+
+// Registers: kTileQueries × kPanelVectors accumulators, a vector of each of the panel's, and the broadcast operand.
+constexpr int kPanelVectors = kLanes == 16 ? 4 : 2;
+constexpr int kTileQueries = kLanes == 16 ? 6 : 5;
+constexpr int64_t kPanel = kPanelVectors * kLanes;
+// Lanes come in pairs of vectors: that is what a unit packs at a time, and the width of a narrow panel.
+constexpr int64_t kPair = 2 * kLanes;
+
+// The width of the panel that starts at lane `at` of `lanes`, a multiple of kPair.
+inline int64_t panel_width(int64_t lanes, int64_t at) { return lanes - at >= kPanel ? kPanel : kPair; }
+
+// Rows become columns: log2(kLanes) rounds that each interleave the first half of the rows with the second.
+inline void transpose(vi* rows) {
+    vi low, high;
+    for (int lane = 0; lane < kLanes; lane++) {
+        low[lane] = lane / 2 + (lane % 2) * kLanes;
+        high[lane] = low[lane] + kLanes / 2;
+    }
+    for (int round = 1; round < kLanes; round *= 2) {
+        vi mixed[kLanes];
+        for (int i = 0; i < kLanes / 2; i++) {
+            const vi a = rows[i], b = rows[i + kLanes / 2];
+#if defined(__clang__)
+            for (int lane = 0; lane < kLanes; lane++) {
+                mixed[2 * i][lane] = lane % 2 ? b[lane / 2] : a[lane / 2];
+                mixed[2 * i + 1][lane] = lane % 2 ? b[(lane + kLanes) / 2] : a[(lane + kLanes) / 2];
+            }
+#else
+            mixed[2 * i] = __builtin_shuffle(a, b, low);
+            mixed[2 * i + 1] = __builtin_shuffle(a, b, high);
+#endif
+        }
+        for (int i = 0; i < kLanes; i++) rows[i] = mixed[i];
+    }
+}
+
+// 2 to the power x for x ≤ 0 (more is allowed, up to 127), to 2 units in the last place; 0 far below, NaN stays NaN.
+inline vf exp2(vf x) {
+#if defined(__AVX512F__)
+    const vf clamped = max(splat(-200.0f), x);
+    const vf n = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    constexpr float kMagic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to integers
+    const vf clamped = max(splat(-127.0f), x);
+    const vf shifted = clamped + kMagic;
+    const vf n = shifted - kMagic;
+#endif
+    const vf f = clamped - n;
+    vf p = splat(1.534581243e-4f);
+    p = p * f + 1.339993090e-3f;
+    p = p * f + 9.618489072e-3f;
+    p = p * f + 5.550328642e-2f;
+    p = p * f + 2.402264625e-1f;
+    p = p * f + 6.931471825e-1f;
+    p = p * f + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return p * (vf)(((vi)shifted - 0x4b400000 + 127) << 23);  // −127 gives the bits of zero
+#endif
+}
+
+inline float exp2(float x) { return exp2(splat(x))[0]; }
+
+// float32 caches.
+struct FloatUnit32 {
+    using Stored = float;
+    using Step = float;
+    static constexpr int kTerms = 1;  // terms in a step
+    // kLanes steps of a row of keys.
+    static vi steps(const Stored* row) { return load<vi>(row); }
+    static Step step(const Stored* x) { return *x; }
+    // kPair value features of the kTerms rows of one step, as two vectors in an order of the unit's own.
+    static void values(const Stored* const* rows, Step* to) { std::memcpy(to, rows[0], kPair * sizeof(Step)); }
+    // Two vectors that `values` ordered, back in their natural order.
+    static void restore(vf&, vf&) {}
+    // Keeps the probabilities of kPair keys as steps; the sum of what was kept, over pairs of lanes.
+    static vf keep(Step* to, vf first, vf second) {
+        store(to, first);
+        store(to + kLanes, second);
+        return first + second;
+    }
+    static vf multiply_add(vf acc, Step a, const Step* b) { return acc + splat(a) * load<vf>(b); }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 caches: pairs of head features, and of keys, multiplied and added in one instruction.
+struct Bfloat16Pairs {
+    using Stored = uint16_t;
+    using Step = uint32_t;
+    static constexpr int kTerms = 2;
+    static vi steps(const Stored* row) { return load<vi>(row); }
+    static Step step(const Stored* x) { return load<Step>(x); }
+    static void values(const Stored* const* rows, Step* to) {
+        const __m512i first = _mm512_loadu_si512(rows[0]), second = _mm512_loadu_si512(rows[1]);
+        _mm512_storeu_si512(to, _mm512_unpacklo_epi16(first, second));
+        _mm512_storeu_si512(to + kLanes, _mm512_unpackhi_epi16(first, second));
+    }
+    // Unpacking works within quarters of a register: the first holds features 0–3, 8–11, 16–19, 24–27.
+    static void restore(vf& first, vf& second) {
+        const vi low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+        const vi high = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
+        const vf a = first, b = second;
+        first = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)low, (__m512)b);
+        second = (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)high, (__m512)b);
+    }
+    static vf keep(Step* to, vf first, vf second) {
+        const vu pairs = (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        store(to, pairs);
+        return (vf)(pairs << 16) + (vf)(pairs & 0xffff0000u);
+    }
+    static vf multiply_add(vf acc, Step a, const Step* b) {
+        return (vf)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(b), (__m512bh)_mm512_set1_epi32(static_cast<int>(a)));
+    }
+};
+using BfloatUnit16 = Bfloat16Pairs;
+#else
+// bfloat16 caches, widened to float32 when they are packed.
+struct Bfloat16Widened : FloatUnit32 {
+    using Stored = uint16_t;
+    static vi steps(const Stored* row) { return (vi)widen(load<vh>(row)); }
+    static Step step(const Stored* x) { return to_float(*x); }
+    static void values(const Stored* const* rows, Step* to) {
+        store(to, widen(load<vh>(rows[0])));
+        store(to + kLanes, widen(load<vh>(rows[0] + kLanes)));
+    }
+};
+using BfloatUnit16 = Bfloat16Widened;
+#endif
+
+// c[n][0 … V · kLanes) (+)= Σ over step of a[n][step] · b[step][…], for N queries.
+template <class Unit, int N, int V>
+inline void tile(const typename Unit::Step* a, int64_t a_stride, const typename Unit::Step* b, int64_t steps, float* c,
+                 int64_t c_stride, bool fresh) {
+    vf sums[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) sums[n][v] = fresh ? vf{} : load<vf>(c + n * c_stride + v * kLanes);
+    for (int64_t s = 0; s < steps; s++, b += V * kLanes)
+        for (int n = 0; n < N; n++) {
+            const auto broadcast = a[n * a_stride + s];
+            for (int v = 0; v < V; v++) sums[n][v] = Unit::multiply_add(sums[n][v], broadcast, b + v * kLanes);
+        }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(c + n * c_stride + v * kLanes, sums[n][v]);
+}
+
+// The same for any number of queries, in tiles of nearly one size, and a panel of `width` lanes: kPanel or kPair.
+template <class Unit>
+void multiply(int64_t queries, const typename Unit::Step* a, int64_t a_stride, const typename Unit::Step* b,
+              int64_t width, int64_t steps, float* c, int64_t c_stride, bool fresh) {
+    const auto run = [&](auto wide, auto narrow) {
+        width == kPanel ? wide(a, a_stride, b, steps, c, c_stride, fresh)
+                        : narrow(a, a_stride, b, steps, c, c_stride, fresh);
+    };
+    for (int64_t left = (queries + kTileQueries - 1) / kTileQueries; left > 0; left--) {
+        const int64_t n = (queries + left - 1) / left;
+        switch (n) {
+            case 1:
+                run(tile<Unit, 1, kPanelVectors>, tile<Unit, 1, 2>);
+                break;
+            case 2:
+                run(tile<Unit, 2, kPanelVectors>, tile<Unit, 2, 2>);
+                break;
+            case 3:
+                run(tile<Unit, 3, kPanelVectors>, tile<Unit, 3, 2>);
+                break;
+            case 4:
+                run(tile<Unit, 4, kPanelVectors>, tile<Unit, 4, 2>);
+                break;
+            case 5:
+                run(tile<Unit, 5, kPanelVectors>, tile<Unit, 5, 2>);
+                break;
+            case 6:
+                run(tile<Unit, 6, kPanelVectors>, tile<Unit, 6, 2>);
+                break;
+        }
+        queries -= n;
+        a += n * a_stride;
+        c += n * c_stride;
+    }
+}
+
+// One row as steps, zeros behind its end.
+template <class Unit>
+inline void pack_query(const typename Unit::Stored* row, int64_t dim, typename Unit::Step* to) {
+    const int64_t whole = dim / Unit::kTerms;
+    for (int64_t s = 0; s < whole; s++) to[s] = Unit::step(row + s * Unit::kTerms);
+    if (whole * Unit::kTerms < dim) {
+        typename Unit::Stored rest[Unit::kTerms] = {row[dim - 1]};
+        to[whole] = Unit::step(rest);
+    }
+}
+
+// Keys 0 … `width` as a panel [step][key]; keys outside of first … last are zeros, and are not read.
+template <class Unit>
+void pack_keys(const typename Unit::Stored* keys, int64_t stride, int64_t dim, int64_t first, int64_t last,
+               int64_t width, typename Unit::Step* panel) {
+    using Stored = typename Unit::Stored;
+    constexpr int64_t kTerms = Unit::kTerms, kChunk = kLanes * kTerms;
+    const int64_t steps = (dim + kTerms - 1) / kTerms;
+    for (int64_t at = 0; at < width; at += kLanes) {
+        for (int64_t d = 0; d < dim; d += kChunk) {
+            vi rows[kLanes];
+            for (int i = 0; i < kLanes; i++) {
+                const int64_t key = at + i;
+                if (key < first || key >= last) {
+                    rows[i] = vi{};
+                } else if (d + kChunk <= dim) {
+                    rows[i] = Unit::steps(keys + key * stride + d);
+                } else {
+                    Stored rest[kChunk] = {};
+                    std::memcpy(rest, keys + key * stride + d, (dim - d) * sizeof(Stored));
+                    rows[i] = Unit::steps(rest);
+                }
+            }
+            transpose(rows);
+            const int64_t s = d / kTerms, count = least(kLanes, steps - s);
+            for (int64_t i = 0; i < count; i++) store(panel + (s + i) * width + at, rows[i]);
+        }
+    }
+}
+
+// Values of `keys` keys as panels [step][feature], one after the other: of kPanel features, then of kPair.
+// Keys outside of first … last are zeros, and are not read.
+template <class Unit>
+void pack_values(const typename Unit::Stored* values, int64_t stride, int64_t dim, int64_t first, int64_t last,
+                 int64_t keys, typename Unit::Step* panels) {
+    using Stored = typename Unit::Stored;
+    constexpr int kTerms = Unit::kTerms;
+    const int64_t padded = round_up(dim, kPair), steps = keys / kTerms;
+    const Stored zeros[kPair] = {};
+    for (int64_t s = 0; s < steps; s++) {
+        for (int64_t d = 0; d < padded; d += kPair) {
+            const Stored* rows[kTerms];
+            Stored rest[kTerms][kPair];
+            for (int i = 0; i < kTerms; i++) {
+                const int64_t key = s * kTerms + i;
+                if (key < first || key >= last) {
+                    rows[i] = zeros;
+                } else if (d + kPair <= dim) {
+                    rows[i] = values + key * stride + d;
+                } else {
+                    std::memset(rest[i], 0, sizeof rest[i]);
+                    std::memcpy(rest[i], values + key * stride + d, (dim - d) * sizeof(Stored));
+                    rows[i] = rest[i];
+                }
+            }
+            const int64_t panel = d - d % kPanel, width = panel_width(padded, panel);
+            Unit::values(rows, panels + panel * steps + s * width + (d - panel));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace specviz
