@@ -11,6 +11,9 @@
 
 #include "kernels.h"
 #include "simd.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 namespace specviz {
 namespace {
@@ -157,7 +160,11 @@ struct Bfloat16 {
 #endif
 
 using FloatUnit = RowMajor<Float32>;
+#if defined(__AMX_BF16__)
+using Bfloat16Unit = Tiles;
+#else
 using Bfloat16Unit = RowMajor<Bfloat16>;
+#endif
 
 // Row `row` of x, of any type, into row `to` of the packed activations.
 template <class Unit>

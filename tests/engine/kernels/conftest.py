@@ -1,0 +1,44 @@
+"""The compiled library under test, one variant after the other."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kernel_cases import VARIANTS
+
+from engine.kernels import native as native_module
+from engine.kernels.build import build
+from engine.kernels.native import Absent, Native, native
+
+#: Compiler flags for the library under test: test_instrumented.py runs these tests again with sanitizers.
+BUILD_FLAGS = tuple(os.environ.get("SPECVIZ_TEST_BUILD_FLAGS", "").split())
+
+
+@pytest.fixture(scope="session")
+def library(cache_directory: Path) -> Iterator[Native]:
+    """The library with its best variant in use, whatever SPECVIZ_KERNELS says; built here if need be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECVIZ_KERNELS", "auto")
+        if BUILD_FLAGS:
+            patch.setattr(native_module, "build", functools.partial(build, extra=BUILD_FLAGS))
+        found = native()
+        if isinstance(found, Absent):
+            pytest.skip(f"no compiled kernels: {found.reason}")
+        yield found
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, library: Native) -> Iterator[str]:
+    """The variant that computes, with two threads; those that this machine cannot run are skipped."""
+    if request.param not in library.variants:
+        pytest.skip(f"{request.param} does not run on this machine")
+    before, threads = library.variant, library.library.specviz_threads()
+    library.use(request.param)
+    library.set_threads(2)
+    yield request.param
+    library.use(before)
+    library.set_threads(threads)
