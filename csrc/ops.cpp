@@ -7,7 +7,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,69 +20,74 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::string shape_of(const Tensor& t) {
+[[noreturn]] void fail(const char* op, const std::string& what) {
+    throw std::runtime_error(std::string("specviz::") + op + ": " + what);
+}
+
+// A macro, so that the text is only put together when it is needed.
+#define REQUIRE(holds, what)          \
+    do {                              \
+        if (!(holds)) fail(op, what); \
+    } while (0)
+
+std::string text_of(const int64_t* sizes, int64_t n) {
     std::string text = "(";
-    for (int64_t i = 0; i < t.dim(); i++) text += (i ? ", " : "") + std::to_string(t.size(i));
+    for (int64_t i = 0; i < n; i++) text += (i ? ", " : "") + (sizes[i] < 0 ? "*" : std::to_string(sizes[i]));
     return text + ")";
 }
 
-void check(bool holds, const std::string& op, const std::string& what) {
-    if (!holds) STD_TORCH_CHECK(false, "specviz::" + op + ": " + what);
-}
+std::string shape_of(const Tensor& t) { return text_of(t.sizes().data(), t.dim()); }
 
-specviz::Type type_of(const std::string& op, const char* name, const Tensor& t) {
+specviz::Type type_of(const char* op, const char* name, const Tensor& t) {
     if (t.scalar_type() == ScalarType::Float) return specviz::Type::f32;
-    check(t.scalar_type() == ScalarType::BFloat16, op, std::string(name) + " must be float32 or bfloat16");
+    REQUIRE(t.scalar_type() == ScalarType::BFloat16, std::string(name) + " must be float32 or bfloat16");
     return specviz::Type::bf16;
 }
 
-void check_type(const std::string& op, const char* name, const Tensor& t, ScalarType type, const char* type_name) {
-    check(t.scalar_type() == type, op, std::string(name) + " must be " + type_name);
+void check_type(const char* op, const char* name, const Tensor& t, ScalarType type, const char* type_name) {
+    REQUIRE(t.scalar_type() == type, std::string(name) + " must be " + type_name);
 }
 
 // A contiguous CPU tensor of exactly this shape; -1 takes any size.
-void check_shape(const std::string& op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
-    std::string wanted = "(";
-    bool same = t.dim() == static_cast<int64_t>(shape.size());
-    int64_t i = 0;
-    for (int64_t size : shape) {
-        same = same && (size < 0 || t.size(i) == size);
-        wanted += (i++ ? ", " : "") + (size < 0 ? "*" : std::to_string(size));
-    }
-    check(same, op, std::string(name) + " has shape " + shape_of(t) + ", expected " + wanted + ")");
-    check(t.is_cpu(), op, std::string(name) + " must be on the CPU");
-    check(t.is_contiguous(), op, std::string(name) + " must be contiguous");
+void check_shape(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+    const int64_t n = shape.size();
+    const auto sizes = t.sizes();
+    bool same = static_cast<int64_t>(sizes.size()) == n;
+    for (int64_t i = 0; same && i < n; i++) same = shape.begin()[i] < 0 || sizes[i] == shape.begin()[i];
+    REQUIRE(same, std::string(name) + " has shape " + shape_of(t) + ", expected " + text_of(shape.begin(), n));
+    REQUIRE(t.is_cpu(), std::string(name) + " must be on the CPU");
+    REQUIRE(t.is_contiguous(), std::string(name) + " must be contiguous");
 }
 
-const int64_t* indices(const std::string& op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
+const int64_t* indices(const char* op, const char* name, const Tensor& t, int64_t count, int64_t limit) {
     check_shape(op, name, t, {count});
     check_type(op, name, t, ScalarType::Long, "int64");
     const int64_t* values = static_cast<const int64_t*>(t.const_data_ptr());
     for (int64_t i = 0; i < t.size(0); i++)
-        check(values[i] >= 0 && values[i] < limit, op,
-              std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(values[i]) + " is not below " +
-                  std::to_string(limit));
+        REQUIRE(values[i] >= 0 && values[i] < limit, std::string(name) + "[" + std::to_string(i) +
+                                                         "] = " + std::to_string(values[i]) + " is not below " +
+                                                         std::to_string(limit));
     return values;
 }
 
-specviz::Activation activation_of(const std::string& op, const std::string& name) {
+specviz::Activation activation_of(const char* op, const std::string& name) {
     if (name == "silu") return specviz::Activation::silu;
     if (name == "gelu") return specviz::Activation::gelu;
-    check(name == "gelu_tanh", op, "unknown activation " + name + ": use silu, gelu or gelu_tanh");
+    REQUIRE(name == "gelu_tanh", "unknown activation " + name + ": use silu, gelu or gelu_tanh");
     return specviz::Activation::gelu_tanh;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-    const std::string op = "linear";
-    check(x.dim() >= 1, op, "x needs a dimension of features");
+    const char* op = "linear";
+    REQUIRE(x.dim() >= 1, "x needs a dimension of features");
     const int64_t in = x.size(x.dim() - 1), rows = in ? x.numel() / in : 0;
     check_shape(op, "weight", weight, {-1, in});
-    check(x.is_cpu(), op, "x must be on the CPU");
+    REQUIRE(x.is_cpu(), "x must be on the CPU");
     const auto type = type_of(op, "x", x);
-    check(weight.scalar_type() == x.scalar_type(), op, "weight and x must have one dtype");
+    REQUIRE(weight.scalar_type() == x.scalar_type(), "weight and x must have one dtype");
     if (bias) {
         check_shape(op, "bias", *bias, {weight.size(0)});
-        check(bias->scalar_type() == x.scalar_type(), op, "bias and x must have one dtype");
+        REQUIRE(bias->scalar_type() == x.scalar_type(), "bias and x must have one dtype");
     }
     const Tensor packed = x.is_contiguous() ? x : torch::stable::contiguous(x);
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
@@ -94,32 +101,31 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 // Offsets must rise from 0 to the number of pairs.
-const int64_t* check_offsets(const std::string& op, const Tensor& offsets, int64_t experts, int64_t pairs) {
+const int64_t* check_offsets(const char* op, const Tensor& offsets, int64_t experts, int64_t pairs) {
     const int64_t* values = indices(op, "offsets", offsets, experts + 1, pairs + 1);
-    check(values[0] == 0 && values[experts] == pairs, op, "offsets must go from 0 to the number of rows");
-    for (int64_t e = 0; e < experts; e++) check(values[e] <= values[e + 1], op, "offsets must not fall");
+    REQUIRE(values[0] == 0 && values[experts] == pairs, "offsets must go from 0 to the number of rows");
+    for (int64_t e = 0; e < experts; e++) REQUIRE(values[e] <= values[e + 1], "offsets must not fall");
     return values;
 }
 
 void expert_ffn(const Tensor& x, const std::vector<Tensor>& gate_up, const std::vector<Tensor>& down,
                 const Tensor& offsets, const Tensor& rows, const Tensor& slots, Tensor out,
                 const std::string& activation) {
-    const std::string op = "expert_ffn";
+    const char* op = "expert_ffn";
     check_shape(op, "x", x, {-1, -1});
     const auto type = type_of(op, "x", x);
     const int64_t n = gate_up.size(), hidden = x.size(1);
-    check(gate_up.size() == down.size() && n > 0, op,
-          "gate_up and down must be lists of as many matrices, at least one");
+    REQUIRE(gate_up.size() == down.size() && n > 0, "gate_up and down must be lists of as many matrices, at least one");
     check_shape(op, "out", out, {-1, hidden});
     check_type(op, "out", out, ScalarType::Float, "float32");
     std::vector<specviz::ExpertWeights> experts;
-    check(down[0].dim() == 2, op, "down must hold matrices (hidden, intermediate)");
+    REQUIRE(down[0].dim() == 2, "down must hold matrices (hidden, intermediate)");
     const int64_t intermediate = down[0].size(1);
     for (int64_t e = 0; e < n; e++) {
         check_shape(op, "gate_up", gate_up[e], {2 * intermediate, hidden});
         check_shape(op, "down", down[e], {hidden, intermediate});
-        check(gate_up[e].scalar_type() == x.scalar_type() && down[e].scalar_type() == x.scalar_type(), op,
-              "experts and x must have one dtype");
+        REQUIRE(gate_up[e].scalar_type() == x.scalar_type() && down[e].scalar_type() == x.scalar_type(),
+                "experts and x must have one dtype");
         experts.push_back({gate_up[e].const_data_ptr(), down[e].const_data_ptr(), nullptr, nullptr});
     }
     const int64_t pairs = rows.numel();
@@ -139,7 +145,7 @@ void combine_into(Tensor& out, specviz::Type type, const float* outputs, const T
 }
 
 Tensor combine(const Tensor& outputs, const Tensor& weights, const Tensor& like) {
-    const std::string op = "combine";
+    const char* op = "combine";
     check_shape(op, "weights", weights, {-1, -1});
     check_type(op, "weights", weights, ScalarType::Float, "float32");
     check_shape(op, "outputs", outputs, {weights.size(0), weights.size(1), -1});
@@ -150,7 +156,7 @@ Tensor combine(const Tensor& outputs, const Tensor& weights, const Tensor& like)
     return out;
 }
 
-const uint16_t* check_quantized(const std::string& op, const char* name, const Tensor& codes, const Tensor& scales,
+const uint16_t* check_quantized(const char* op, const char* name, const Tensor& codes, const Tensor& scales,
                                 int64_t experts, int64_t rows, int64_t columns, int64_t bits) {
     const int64_t groups = (columns + specviz::kGroup - 1) / specviz::kGroup;
     check_shape(op, name, codes, {experts, rows, groups, specviz::kGroup / 8 * bits});
@@ -164,11 +170,11 @@ const uint16_t* check_quantized(const std::string& op, const char* name, const T
 Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_up_scales, const Tensor& down,
                      const Tensor& down_scales, const Tensor& index, const Tensor& weights, int64_t bits,
                      const std::string& activation, int64_t intermediate) {
-    const std::string op = "quantized_moe";
+    const char* op = "quantized_moe";
     check_shape(op, "x", x, {-1, -1});
     const auto type = type_of(op, "x", x);
-    check(bits == 8 || bits == 4 || bits == 3 || bits == 2, op, "bits must be 8, 4, 3 or 2");
-    check(gate_up.dim() == 4, op, "gate_up must be codes (experts, rows, groups, bytes)");
+    REQUIRE(bits == 8 || bits == 4 || bits == 3 || bits == 2, "bits must be 8, 4, 3 or 2");
+    REQUIRE(gate_up.dim() == 4, "gate_up must be codes (experts, rows, groups, bytes)");
     const int64_t n = gate_up.size(0), tokens = x.size(0), hidden = x.size(1);
     const uint16_t* up_scales =
         check_quantized(op, "gate_up", gate_up, gate_up_scales, n, 2 * intermediate, hidden, bits);
@@ -184,7 +190,7 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     const int64_t* chosen = static_cast<const int64_t*>(index.const_data_ptr());
     std::vector<int64_t> offsets(n + 1), rows(pairs), slots(pairs);
     for (int64_t p = 0; p < pairs; p++) {
-        check(chosen[p] >= 0 && chosen[p] < n, op, "index holds " + std::to_string(chosen[p]) + ", which is no expert");
+        REQUIRE(chosen[p] >= 0 && chosen[p] < n, "index holds " + std::to_string(chosen[p]) + ", which is no expert");
         offsets[chosen[p] + 1]++;
     }
     for (int64_t e = 0; e < n; e++) offsets[e + 1] += offsets[e];
@@ -201,36 +207,35 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
         experts.push_back({up_codes + e * (gate_up.numel() / n), down_codes + e * (down.numel() / n),
                            up_scales + e * (gate_up_scales.numel() / n),
                            down_scales_data + e * (down_scales.numel() / n)});
-    std::vector<float> outputs(pairs * hidden);
+    const std::unique_ptr<float[]> outputs(new float[pairs * hidden]);
     if (pairs && hidden && intermediate)
         specviz::current().experts({type, static_cast<int>(bits), activation_of(op, activation), x.const_data_ptr(),
-                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.data(), n,
+                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.get(), n,
                                     tokens, hidden, intermediate});
-    combine_into(out, type, outputs.data(), weights);
+    combine_into(out, type, outputs.get(), weights);
     return out;
 }
 
 // q (batch, heads, rows, dim) and caches (slots, kv_heads, length, dim), any strides but contiguous rows.
 Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& slots,
                          const Tensor& starts, double scale, int64_t window, const std::optional<Tensor>& sinks) {
-    const std::string op = "chunked_attention";
-    check(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, op,
-          "query, key and value must be (batch or slots, heads, rows, dim)");
+    const char* op = "chunked_attention";
+    REQUIRE(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+            "query, key and value must be (batch or slots, heads, rows, dim)");
     const auto type = type_of(op, "query", query);
-    check(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), op,
-          "query, key and value must have one dtype");
-    check(query.is_cpu() && key.is_cpu() && value.is_cpu(), op, "query, key and value must be on the CPU");
+    REQUIRE(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
+            "query, key and value must have one dtype");
+    REQUIRE(query.is_cpu() && key.is_cpu() && value.is_cpu(), "query, key and value must be on the CPU");
     const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2), dim = query.size(3);
     const int64_t kv_heads = key.size(1), value_dim = value.size(3);
-    check(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, op,
-          "the last dimension of query, key and value must be contiguous");
-    check(key.size(3) == dim, op,
-          "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
-    check(value.size(0) == key.size(0) && value.size(1) == kv_heads && value.size(2) == key.size(2), op,
-          "key " + shape_of(key) + " and value " + shape_of(value) + " are caches of different sizes");
-    check(kv_heads > 0 && heads % kv_heads == 0, op,
-          std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " KV heads");
-    check(window >= 0, op, "window must be 0 (none) or more");
+    REQUIRE(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1,
+            "the last dimension of query, key and value must be contiguous");
+    REQUIRE(key.size(3) == dim, "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
+    REQUIRE(value.size(0) == key.size(0) && value.size(1) == kv_heads && value.size(2) == key.size(2),
+            "key " + shape_of(key) + " and value " + shape_of(value) + " are caches of different sizes");
+    REQUIRE(kv_heads > 0 && heads % kv_heads == 0,
+            std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " KV heads");
+    REQUIRE(window >= 0, "window must be 0 (none) or more");
     const int64_t* slot_values = indices(op, "slots", slots, batch, key.size(0));
     // The last row must lie in the cache.
     const int64_t* start_values = indices(op, "starts", starts, batch, key.size(2) - rows + 1);
