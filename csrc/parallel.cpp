@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -58,10 +59,15 @@ class Pool {
     void resize(int threads) {
         std::lock_guard<std::mutex> caller(caller_);
         stop();
-        for (int i = 1; i < threads; i++) workers_.emplace_back([this] { serve(); });
+        try {
+            for (int i = 1; i < threads; i++) workers_.emplace_back([this] { serve(); });
+        } catch (const std::exception&) {
+            // The system gives no more threads: those that there are do the work.
+        }
+        size_.store(static_cast<int>(workers_.size()) + 1, std::memory_order_relaxed);
     }
 
-    int size() const { return static_cast<int>(workers_.size()) + 1; }
+    int size() const { return size_.load(std::memory_order_relaxed); }
 
     void run(int64_t tasks, void (*body)(void*, int64_t), void* context) {
         std::unique_lock<std::mutex> caller(caller_, std::try_to_lock);
@@ -135,6 +141,7 @@ class Pool {
     std::atomic<uint64_t> generation_{0};
     Job* job_ = nullptr;
     bool stopping_ = false;
+    std::atomic<int> size_{1};  // of workers_ and the caller, for who does not hold caller_
     std::vector<std::thread> workers_;
 };
 

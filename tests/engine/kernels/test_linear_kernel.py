@@ -80,16 +80,11 @@ def test_any_shape_and_strides_of_x(variant: str) -> None:
     assert linear(x, weight[:0]).shape == (3, 4, 0)
 
 
-def test_no_inputs_give_the_bias(variant: str) -> None:
-    bias = random(0, 5)
-    assert torch.equal(linear(torch.empty(3, 0), torch.empty(5, 0), bias), bias.expand(3, 5))
-    assert torch.equal(linear(torch.empty(3, 0), torch.empty(5, 0)), torch.zeros(3, 5))
-
-
 X, WEIGHT = torch.zeros(2, 8), torch.zeros(4, 8)
 REFUSED = {
     "depth": (X, torch.zeros(4, 7), None, r"weight has shape \(4, 7\), expected \(\*, 8\)"),
     "one-dimensional weight": (X, torch.zeros(8), None, "weight has shape"),
+    "no features": (torch.zeros(2, 0), torch.zeros(4, 0), None, "x has no features"),
     "no dimension": (torch.tensor(1.0), WEIGHT, None, "x needs a dimension"),
     "float64": (X.double(), WEIGHT.double(), None, "x must be float32 or bfloat16"),
     "float16": (X.half(), WEIGHT.half(), None, "x must be float32 or bfloat16"),
