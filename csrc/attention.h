@@ -58,29 +58,34 @@ inline Span seen(const AttentionArgs& a, int64_t sequence, int64_t row) {
     return {a.window && position >= a.window ? position - a.window + 1 : 0, position + 1};
 }
 
-// Probabilities of one query over lanes begin … end of a block, of which it sees those in `mine`.
+// Probabilities of one query over lanes begin … end of a block, of which it sees those in `mine`, in powers of two:
+// 2^(score · scale − most).
 template <class Unit>
 inline void softmax(float* scores, typename Unit::Step* probabilities, int64_t begin, int64_t end, Span mine,
                     float scale, float* most, float* total) {
+    if (!(scale > 0)) {
+        for (int64_t k = begin; k < end; k += kLanes) store(scores + k, load<vf>(scores + k) * scale);
+        scale = 1;
+    }
     const vf nothing = splat(-kInfinity);
     vf top = nothing;
     for (int64_t k = begin; k < end; k += kLanes) {
-        vf logits = load<vf>(scores + k) * scale;
+        vf score = load<vf>(scores + k);
         if (k < mine.begin || k + kLanes > mine.end) {
             vi lane;
             for (int i = 0; i < kLanes; i++) lane[i] = static_cast<int>(k) + i;
             const vi visible = (lane >= static_cast<int>(mine.begin)) & (lane < static_cast<int>(mine.end));
-            logits = visible ? logits : nothing;
+            score = visible ? score : nothing;
+            store(scores + k, score);
         }
-        store(scores + k, logits);
-        top = max(logits, top);
+        top = max(score, top);
     }
-    *most = largest(top);
+    *most = largest(top) * scale;
     const float zero = *most == -kInfinity ? 0.0f : *most;
     vf sums{};
     for (int64_t k = begin; k < end; k += kPair)
-        sums += Unit::keep(probabilities + k / Unit::kTerms, exp2(load<vf>(scores + k) - zero),
-                           exp2(load<vf>(scores + k + kLanes) - zero));
+        sums += Unit::keep(probabilities + k / Unit::kTerms, exp2(load<vf>(scores + k) * scale - zero),
+                           exp2(load<vf>(scores + k + kLanes) * scale - zero));
     *total = sum(sums);
 }
 
@@ -179,7 +184,9 @@ struct Attention {
         for (int64_t k = begin, width; k < end; k += width) {
             width = panel_width(end, k);
             pack_keys<Unit>(keys + k * a.k_row, a.k_row, a.dim, low - k, high - k, width, r.keys);
-            multiply<Unit>(count, r.queries, steps, r.keys, width, steps, r.scores + k, kBlockKeys, true);
+            multiply<Unit>(count, r.queries, steps, r.keys, width, steps, r.scores + k, kBlockKeys, true,
+                           k + width < end ? next_keys(t, origin + k + width, origin + high)
+                                           : next_values(t, origin + begin, origin + high));
         }
         for (int64_t i = 0; i < count; i++) {
             const Span all = seen(a, t.sequence, (first + i) / group);
@@ -194,9 +201,19 @@ struct Attention {
             for (int64_t d = 0, width; d < features; d += width) {
                 width = panel_width(features, d);
                 multiply<Unit>(count, r.probabilities + k / Unit::kTerms, kBlockKeys / Unit::kTerms,
-                               r.values + d * value_steps, width, value_steps, out + kLanes + d, entry, k == begin);
+                               r.values + d * value_steps, width, value_steps, out + kLanes + d, entry, k == begin,
+                               d == 0 ? next_values(t, origin + k + n, origin + high) : Ahead{nullptr, 0});
             }
         }
+    }
+
+    Ahead next_keys(const Tile& t, int64_t from, int64_t end) const {
+        return Ahead::rows(keys_of(t) + from * a.k_row, least(kPanel, end - from), a.k_row * sizeof(Stored),
+                           a.dim * sizeof(Stored));
+    }
+    Ahead next_values(const Tile& t, int64_t from, int64_t end) const {
+        return Ahead::rows(values_of(t) + from * a.v_row, least(kValueKeys, end - from), a.v_row * sizeof(Stored),
+                           a.value_dim * sizeof(Stored));
     }
 
     const Stored* query(const Tile& t, int64_t i) const {

@@ -24,7 +24,34 @@ constexpr int64_t kPair = 2 * kLanes;
 // The width of the panel that starts at lane `at` of `lanes`, a multiple of kPair.
 inline int64_t panel_width(int64_t lanes, int64_t at) { return lanes - at >= kPanel ? kPanel : kPair; }
 
-// Rows become columns: log2(kLanes) rounds that each interleave the first half of the rows with the second.
+// Rows become columns.
+#if defined(__AVX512F__)
+// Within quarters of the registers first: those shuffles take no index registers.
+inline void transpose(vi* rows) {
+    __m512i pairs[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+        }
+    // fours[4 r + c]: in quarter q, column 4 q + c of rows 4 r … 4 r + 3.
+    for (int c = 0; c < 4; c++) {
+        const __m512i even01 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0x88);
+        const __m512i even23 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0x88);
+        const __m512i odd01 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0xdd);
+        const __m512i odd23 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0xdd);
+        rows[c] = (vi)_mm512_shuffle_i32x4(even01, even23, 0x88);
+        rows[4 + c] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0x88);
+        rows[8 + c] = (vi)_mm512_shuffle_i32x4(even01, even23, 0xdd);
+        rows[12 + c] = (vi)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+    }
+}
+#else
+// log2(kLanes) rounds that each interleave the first half of the rows with the second.
 inline void transpose(vi* rows) {
     vi low, high;
     for (int lane = 0; lane < kLanes; lane++) {
@@ -48,6 +75,7 @@ inline void transpose(vi* rows) {
         for (int i = 0; i < kLanes; i++) rows[i] = mixed[i];
     }
 }
+#endif
 
 // 2 to the power x for x ≤ 0 (more is allowed, up to 127), to 2 units in the last place; 0 far below, NaN stays NaN.
 inline vf exp2(vf x) {
@@ -143,18 +171,32 @@ struct Bfloat16Widened : FloatUnit32 {
 using BfloatUnit16 = Bfloat16Widened;
 #endif
 
-// c[n][0 … V · kLanes) (+)= Σ over step of a[n][step] · b[step][…], for N queries.
+// Memory that will be read next. The products ask for it a few lines a step, so that it arrives while they compute:
+// nothing is computed while keys are packed, and a burst of requests would only stall.
+struct Ahead {
+    const char* at;
+    int64_t lines;
+
+    // `rows` rows of `size` bytes, one every `stride` bytes.
+    static Ahead rows(const void* from, int64_t rows, int64_t stride, int64_t size) {
+        return {static_cast<const char*>(from), rows > 0 && stride < 2 * size ? (rows * stride + 63) / 64 : 0};
+    }
+};
+
+// c[n][0 … V · kLanes) (+)= Σ over step of a[n][step] · b[step][…], for N queries; asks for `lines` lines a step.
 template <class Unit, int N, int V>
 inline void tile(const typename Unit::Step* a, int64_t a_stride, const typename Unit::Step* b, int64_t steps, float* c,
-                 int64_t c_stride, bool fresh) {
+                 int64_t c_stride, bool fresh, const char* ahead, int64_t lines) {
     vf sums[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) sums[n][v] = fresh ? vf{} : load<vf>(c + n * c_stride + v * kLanes);
-    for (int64_t s = 0; s < steps; s++, b += V * kLanes)
+    for (int64_t s = 0; s < steps; s++, b += V * kLanes) {
+        for (int64_t line = 0; line < lines; line++, ahead += 64) __builtin_prefetch(ahead);
         for (int n = 0; n < N; n++) {
             const auto broadcast = a[n * a_stride + s];
             for (int v = 0; v < V; v++) sums[n][v] = Unit::multiply_add(sums[n][v], broadcast, b + v * kLanes);
         }
+    }
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) store(c + n * c_stride + v * kLanes, sums[n][v]);
 }
@@ -162,13 +204,14 @@ inline void tile(const typename Unit::Step* a, int64_t a_stride, const typename 
 // The same for any number of queries, in tiles of nearly one size, and a panel of `width` lanes: kPanel or kPair.
 template <class Unit>
 void multiply(int64_t queries, const typename Unit::Step* a, int64_t a_stride, const typename Unit::Step* b,
-              int64_t width, int64_t steps, float* c, int64_t c_stride, bool fresh) {
-    const auto run = [&](auto wide, auto narrow) {
-        width == kPanel ? wide(a, a_stride, b, steps, c, c_stride, fresh)
-                        : narrow(a, a_stride, b, steps, c, c_stride, fresh);
-    };
-    for (int64_t left = (queries + kTileQueries - 1) / kTileQueries; left > 0; left--) {
+              int64_t width, int64_t steps, float* c, int64_t c_stride, bool fresh, Ahead ahead) {
+    int64_t left = (queries + kTileQueries - 1) / kTileQueries;
+    const int64_t lines = (ahead.lines + left * steps - 1) / (left * steps);
+    for (; left > 0; left--) {
         const int64_t n = (queries + left - 1) / left;
+        const auto run = [&](auto wide, auto narrow) {
+            (width == kPanel ? wide : narrow)(a, a_stride, b, steps, c, c_stride, fresh, ahead.at, lines);
+        };
         switch (n) {
             case 1:
                 run(tile<Unit, 1, kPanelVectors>, tile<Unit, 1, 2>);
@@ -192,6 +235,7 @@ void multiply(int64_t queries, const typename Unit::Step* a, int64_t a_stride, c
         queries -= n;
         a += n * a_stride;
         c += n * c_stride;
+        ahead.at += lines * steps * 64;
     }
 }
 
