@@ -80,7 +80,9 @@ specviz::Activation activation_of(const char* op, const std::string& name) {
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
     const char* op = "linear";
     REQUIRE(x.dim() >= 1, "x needs a dimension of features");
-    const int64_t in = x.size(x.dim() - 1), rows = in ? x.numel() / in : 0;
+    const int64_t in = x.size(x.dim() - 1);
+    REQUIRE(in > 0, "x has no features");
+    const int64_t rows = x.numel() / in;
     check_shape(op, "weight", weight, {-1, in});
     REQUIRE(x.is_cpu(), "x must be on the CPU");
     const auto type = type_of(op, "x", x);
@@ -174,6 +176,7 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     check_shape(op, "x", x, {-1, -1});
     const auto type = type_of(op, "x", x);
     REQUIRE(bits == 8 || bits == 4 || bits == 3 || bits == 2, "bits must be 8, 4, 3 or 2");
+    REQUIRE(intermediate > 0, "intermediate must be positive");
     REQUIRE(gate_up.dim() == 4, "gate_up must be codes (experts, rows, groups, bytes)");
     const int64_t n = gate_up.size(0), tokens = x.size(0), hidden = x.size(1);
     const uint16_t* up_scales =
