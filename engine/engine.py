@@ -47,7 +47,7 @@ class Engine:
         )
         self.policy = config.policy
         self.passes.attach(None, self.cache)
-        self.target_experts = OffloadedExperts(self.cache, self.passes)
+        self.target_experts = OffloadedExperts(self.cache, self.passes, native="experts" in loaded.kernels)
         self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None
         self.kv_bytes_per_token = measure_kv_bytes(loaded, self.passes, self.draft_experts or self.target_experts)
         self.cache.reset()

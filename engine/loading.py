@@ -13,16 +13,19 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from engine.config import EngineConfig
 from engine.control.presets import find_preset
 from engine.errors import BudgetError, Cancelled, ModelError
+from engine.kernels.linear import use_kernels
+from engine.kernels.native import Native, native
+from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
 from engine.model.layout import ExpertShape
 from engine.model.routers import RouterProbe
 from engine.model.runner import ModelRunner
 from engine.model.skeleton import Skeleton, load_skeleton
 from engine.offload.disk import DiskLink
+from engine.offload.draft_layer import DraftLayer, KernelDraftLayer, TorchDraftLayer
 from engine.offload.emulated import EmulatedLink
 from engine.offload.links import Link
 from engine.offload.pack import open_pack
-from engine.offload.quantize import QuantizedExpert, quantize_expert
 from engine.offload.source import ExpertSource
 from engine.speculation.drafters import self_draft_bits
 
@@ -52,8 +55,10 @@ class LoadedModel:
     source: ExpertSource
     link: Link
     slots_per_layer: int
-    draft_experts: list[list[QuantizedExpert]] = field(default_factory=list)
+    draft_experts: list[DraftLayer] = field(default_factory=list)
     router_probe: RouterProbe | None = None
+    #: Names of KERNELS that compute here; none where there is no compiler.
+    kernels: frozenset[str] = frozenset()
 
     def close(self) -> None:
         self.link.close()
@@ -72,7 +77,11 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     progress("shared weights", 0, 0)
     skeleton = load_skeleton(directory, dtype)
     table = skeleton.table
-    torch.set_num_threads(config.threads or default_threads(table.shape))
+    threads = config.threads or default_threads(table.shape)
+    torch.set_num_threads(threads)
+    kernels = _choose_kernels(config, threads)
+    if "linear" in kernels:
+        use_kernels(skeleton.model)
     slots = config.cache.slots_per_layer(table.experts, table.layers, table.shape.numel * dtype.itemsize)
     if slots < 1:
         need = table.layers * table.shape.numel * dtype.itemsize
@@ -94,7 +103,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
             log.warning("%s; reading byte ranges of the shards instead", error)
     source = ExpertSource(table, direct=config.link.kind == "disk")
     try:
-        draft = _quantize_all(source, config.draft, progress, cancelled)
+        draft = _quantize_all(source, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
         link = _open_link(config, source)
     except BaseException:
         source.close()
@@ -110,7 +119,17 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
         slots,
         draft,
         probe if probe.available else None,
+        kernels,
     )
+
+
+def _choose_kernels(config: EngineConfig, threads: int) -> frozenset[str]:
+    """The kernels that the configuration asks for, if this machine has any."""
+    found = native() if config.kernels else None
+    if not isinstance(found, Native):
+        return frozenset()
+    found.set_threads(threads)
+    return frozenset(config.kernels)
 
 
 def default_threads(shape: ExpertShape) -> int:
@@ -149,9 +168,25 @@ def _open_link(config: EngineConfig, source: ExpertSource) -> Link:
     return EmulatedLink(source, gbps, config.link.latency_us)
 
 
+def _draft_layers(skeleton: Skeleton, kernels: frozenset[str]) -> Callable[[int, int], DraftLayer]:
+    """Makes the empty draft layer (MoE layer, bits): the kernels' where they know its activation."""
+
+    def make(layer: int, bits: int) -> DraftLayer:
+        activation = kernel_activation(skeleton.experts_modules[layer])
+        if "draft" not in kernels or activation is None:
+            return TorchDraftLayer(bits)
+        return KernelDraftLayer(skeleton.table.experts, skeleton.table.shape, bits, activation)
+
+    return make
+
+
 def _quantize_all(
-    source: ExpertSource, kind: str, progress: Progress, cancelled: Callable[[], bool]
-) -> list[list[QuantizedExpert]]:
+    source: ExpertSource,
+    kind: str,
+    make: Callable[[int, int], DraftLayer],
+    progress: Progress,
+    cancelled: Callable[[], bool],
+) -> list[DraftLayer]:
     """The draft's copy of every expert, made one expert at a time: the originals are never all in memory."""
     bits = self_draft_bits(kind)
     if bits is None:
@@ -159,16 +194,13 @@ def _quantize_all(
     table, size = source.table, source.table.shape.nbytes
     raw = torch.empty(size, dtype=torch.uint8)
     total = table.layers * table.experts * size
-    layers: list[list[QuantizedExpert]] = []
+    layers: list[DraftLayer] = []
     for layer in range(table.layers):
-        layers.append([])
+        layers.append(make(layer, bits))
         for expert in range(table.experts):
             if cancelled():
                 raise Cancelled("loading was cancelled")
             source.read(layer, expert, 0, raw)
-            gate_up, down = table.shape.views(raw.view(table.shape.dtype))
-            layers[layer].append(quantize_expert(gate_up, down, bits))
-            progress(
-                f"quantizing the draft to INT{bits}", (layer * table.experts + expert + 1) * table.shape.nbytes, total
-            )
+            layers[layer].put(expert, *table.shape.views(raw.view(table.shape.dtype)))
+            progress(f"quantizing the draft to INT{bits}", (layer * table.experts + expert + 1) * size, total)
     return layers

@@ -34,9 +34,11 @@ class Native:
         return self.library.specviz_current().decode()
 
     def use(self, variant: str) -> None:
-        """Compute with `variant` from now on, for everybody in this process. Raises UsageError if it cannot run here."""
+        """Compute with `variant` from now on, in the whole process. Raises UsageError if it cannot run here."""
         if not self.library.specviz_use(variant.encode()):
-            raise UsageError(f"no kernel variant {variant!r} runs on this machine: use one of {', '.join(self.variants)}")
+            raise UsageError(
+                f"no kernel variant {variant!r} runs on this machine: use one of {', '.join(self.variants)}"
+            )
 
     def set_threads(self, threads: int) -> None:
         """How many threads the kernels share, the caller's included."""

@@ -78,6 +78,10 @@ class PlaneMatrix(QuantizedMatrix):
     def packed_nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes)
 
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes `(rows, groups, 4 · bits)` uint8 and scales `(rows, groups, 2)`: as csrc/quantized.h reads them."""
+        return torch.cat(self.planes, dim=-1), self.scales_and_zeros.transpose(0, 1).contiguous()
+
     def codes(self) -> torch.Tensor:
         shift = 0
         codes: torch.Tensor | None = None
@@ -144,16 +148,19 @@ class QuantizedExpert:
 
 
 def quantize(weight: torch.Tensor, bits: int, *, fused: bool = True) -> QuantizedMatrix:
-    """Quantize `weight (out, in)` to `bits` (8, 4, 3 or 2) bits a weight.
+    """Quantize `weight (out, in)` to `bits` (8, 4, 3 or 2) bits a weight, in the form that torch computes best with.
 
     `fused` False keeps 4-bit codes in planes even where torch has a fused product. Raises ValueError for
     other numbers of bits.
     """
-    if bits not in PLANES:
-        raise ValueError(f"cannot quantize to {bits} bits: use one of {', '.join(map(str, PLANES))}")
-    codes, scales_and_zeros = _encode(weight, bits)
     if bits == 4 and fused and has_fused_int4():
-        return FusedInt4Matrix(codes, scales_and_zeros)
+        return FusedInt4Matrix(*encode(weight, bits))
+    return quantize_planes(weight, bits)
+
+
+def quantize_planes(weight: torch.Tensor, bits: int) -> PlaneMatrix:
+    """The same in planes, which the compiled kernels read."""
+    codes, scales_and_zeros = encode(weight, bits)
     return PlaneMatrix(codes, bits, scales_and_zeros)
 
 
@@ -181,8 +188,10 @@ def has_fused_int4() -> bool:
         return False
 
 
-def _encode(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes `(out, in)` uint8 and (scale, zero) `(groups, out, 2)` bfloat16."""
+def encode(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `(out, in)` uint8 and (scale, zero) `(groups, out, 2)` bfloat16. Raises ValueError for other bits."""
+    if bits not in PLANES:
+        raise ValueError(f"cannot quantize to {bits} bits: use one of {', '.join(map(str, PLANES))}")
     rows, columns = weight.shape
     levels, middle = 2**bits - 1, 2 ** (bits - 1)
     weight = weight.detach().float()

@@ -44,7 +44,7 @@ class ExpertStream(Iterator[Lease]):
         self._missing = deque(experts)
         self._loading: dict[int, Slot] = {}
         self._ready: deque[Slot] = deque()
-        self._leased: Slot | None = None
+        self._leased: list[Slot] = []
         self._error: Exception | None = None
         self._cut_short = False
 
@@ -73,9 +73,15 @@ class ExpertStream(Iterator[Lease]):
             if not self._ready:
                 self.close()
                 raise StopIteration
-            slot = self._leased = self._ready.popleft()
-            assert slot.expert is not None
-            return Lease(slot.expert, slot.gate_up, slot.down)
+            return self._lease()
+
+    def take_ready(self) -> list[Lease]:
+        """More leases, which end with the last one that was yielded: all that are ready, for one call to compute.
+
+        None while an expert waits for a slot: it should get the first that comes free.
+        """
+        with self._cache.lock:
+            return [] if self._missing else [self._lease() for _ in range(len(self._ready))]
 
     def close(self) -> None:
         """Release the lease and give up what has not been yielded; harmless when done already."""
@@ -132,6 +138,12 @@ class ExpertStream(Iterator[Lease]):
         else:
             self._error = transfer.error or TransferError("the link was closed while experts were on their way")
 
+    def _lease(self) -> Lease:
+        slot = self._ready.popleft()
+        self._leased.append(slot)
+        assert slot.expert is not None
+        return Lease(slot.expert, slot.gate_up, slot.down)
+
     def _adopt(self, slot: Slot) -> None:
         """Pin a slot that has the expert, or will have it soon."""
         slot.pinned = True
@@ -145,9 +157,10 @@ class ExpertStream(Iterator[Lease]):
             self._loading[slot.expert] = slot
 
     def _release(self) -> None:
-        if self._leased is not None:
-            self._leased.pinned = False
-            self._leased = None
+        if self._leased:
+            for slot in self._leased:
+                slot.pinned = False
+            self._leased.clear()
             self._cache.trim(self.layer)
 
     def _advance(self) -> None:
