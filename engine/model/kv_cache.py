@@ -5,6 +5,20 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache
 
+from engine.kernels.attention import gather
+from engine.model.deferred import Deferred
+
+
+class CachedStates(Deferred):
+    """Keys or values of one layer: `storage` (sequences, heads, max_length, dim), of which the pass uses `slots`.
+
+    As a tensor it is (batch, heads, longest, dim), copied out of the storage.
+    """
+
+    def __init__(self, storage: torch.Tensor, slots: torch.Tensor, end: int) -> None:
+        super().__init__(lambda: gather(storage, slots, end))
+        self.storage, self.slots = storage, slots
+
 
 class KVCache(Cache):
     """Keys and values of up to `sequences` sequences of up to `max_length` tokens.
@@ -37,9 +51,9 @@ class KVCache(Cache):
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self._storage if pair for t in pair)
 
-    def update(
+    def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[CachedStates, CachedStates]:
         """Write (batch, heads, rows, dim) at each sequence's start; returns all keys and values up to the longest."""
         keys, values = self._storage[layer_idx] or self._allocate(layer_idx, key_states, value_states)
         rows = key_states.shape[2]
@@ -47,10 +61,7 @@ class KVCache(Cache):
             keys[slot, :, start : start + rows] = key_states[i]
             values[slot, :, start : start + rows] = value_states[i]
         end = int(self._starts.max()) + rows
-        if len(self._slots) == 1:
-            slot = int(self._slots)
-            return keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-        return keys[self._slots, :, :end], values[self._slots, :, :end]
+        return CachedStates(keys, self._slots, end), CachedStates(values, self._slots, end)
 
     def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sequences = len(self.lengths)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from engine.model.kv_cache import KVCache
-from engine.model.seams import ExpertsModule, attach_backend
+from engine.model.seams import ATTENTION, NATIVE_ATTENTION, ExpertsModule, attach_backend
 from engine.model.skeleton import Skeleton
 
 
@@ -24,11 +24,13 @@ class ModelRunner:
     """Runs the model on a batch of ragged chunks, with either kind of experts.
 
     Attention, norms, routers, shared experts, embeddings and the KV cache are shared; only `experts`
-    differs between a draft pass and a target pass.
+    differs between a draft pass and a target pass. With `native_attention` the compiled kernel computes attention;
+    whoever asks for it has loaded the kernels.
     """
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    def __init__(self, skeleton: Skeleton, native_attention: bool = False) -> None:
         self.model = skeleton.model
+        self.model.set_attn_implementation(NATIVE_ATTENTION if native_attention else ATTENTION)
         self.config = skeleton.model.config.get_text_config()
         self._experts: Experts | None = None
         self._valid: torch.Tensor | None = None
