@@ -111,7 +111,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     return LoadedModel(
         os.path.basename(os.path.normpath(directory)),
         skeleton,
-        ModelRunner(skeleton),
+        ModelRunner(skeleton, native_attention="attention" in kernels),
         tokenizer,
         _eos_ids(directory, skeleton, tokenizer),
         source,
