@@ -1,4 +1,4 @@
-"""The command line: `python -m engine generate | bench`."""
+"""The command line: `python -m engine generate | bench | doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -25,6 +24,7 @@ from engine.config import (
 )
 from engine.errors import EngineError, UsageError
 from engine.events import Event, Round
+from engine.trace_file import TraceFile
 
 #: The link of benches, unless one is chosen: paced like the machine of MoE-SpeQ's evaluation.
 BENCH_LINK = "emulated:phi3.5-a100"
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m engine", description="Speculative decoding on offloaded MoE models.")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|doctor")
     generate = commands.add_parser("generate", help="generate text", formatter_class=_Formatter)
     _add_engine_options(generate)
     _add_generation_options(generate)
@@ -76,15 +76,31 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
     generate.set_defaults(command=_generate)
-    bench = commands.add_parser("bench", help="compare contenders at equal memory", formatter_class=_Formatter)
+    _add_bench(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure contenders, all in one run", formatter_class=_Formatter)
     _add_engine_options(bench)
-    bench.add_argument("--suite", choices=("decode",), required=True, help="what to compare")
+    bench.add_argument("--suite", choices=("decode", "kernels"), required=True,
+                       help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
+                            "kernels against torch and the machine's read bandwidth (needs no model)")  # fmt: skip
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
-    bench.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of each contender, in turn")
+    bench.add_argument("--repeats", type=int, metavar="N",
+                       help="runs of each contender, in turn (default: decode 2, kernels 5)")  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
     bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))
-    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="what this machine and installation can do; builds the kernels",
+                                 formatter_class=_Formatter)  # fmt: skip
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    doctor.set_defaults(command=_doctor)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -174,7 +190,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     engine = Engine.load(config, progress=_progress_line(sys.stderr))
     try:
-        with _Trace(options.trace) as trace:
+        with TraceFile(options.trace) as trace:
             result = engine.generate([prompt], request, emit=_emitter(None if options.json else sys.stdout, trace))[0]
     finally:
         engine.close()
@@ -185,14 +201,33 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from engine.bench import decode_suite, format_table
-
-    if options.repeats < 1:
+    if options.repeats is not None and options.repeats < 1:
         raise UsageError("--repeats must be at least 1")
-    report = decode_suite(
-        _engine_config(options), options.max_new_tokens, options.repeats, lambda line: print(line, file=sys.stderr)
-    )
-    print(json.dumps(report, ensure_ascii=False) if options.json else format_table(report))
+    config = _engine_config(options)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if options.suite == "kernels":
+        from engine.bench.kernels import Sizes, format_kernels, kernels_suite
+
+        sizes = Sizes() if options.repeats is None else Sizes(repeats=options.repeats)
+        report = kernels_suite(sizes, options.threads, say)
+        text = format_kernels(report)
+    else:
+        from engine.bench.decode import decode_suite, format_decode
+
+        report = decode_suite(config, options.max_new_tokens, options.repeats or 2, say)
+        text = format_decode(report)
+    print(json.dumps(report, ensure_ascii=False) if options.json else text)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from engine.doctor import examine, format_doctor
+
+    report = examine()
+    print(json.dumps(report, ensure_ascii=False) if options.json else format_doctor(report))
     return 0
 
 
@@ -217,49 +252,7 @@ def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
     return show
 
 
-class _Trace:
-    """An NDJSON file of events, complete or not there at all."""
-
-    def __init__(self, path: str | None) -> None:
-        self._path = Path(path) if path else None
-        self._lock = threading.Lock()
-        self._file: TextIO | None = None
-        self._count = 0
-
-    def __enter__(self) -> _Trace:
-        if self._path is not None:
-            if self._path.is_dir():
-                raise UsageError(f"cannot write the trace to {self._path}: it is a directory")
-            try:
-                self._file = self._partial.open("w", encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"cannot write the trace to {self._path}: {error.strerror}") from error
-        return self
-
-    def write(self, event: Event) -> None:
-        if self._file is None:
-            return
-        # Transfers report from the link's threads.
-        with self._lock:
-            self._count += 1
-            self._file.write(json.dumps({"seq": self._count, **event.to_json()}, ensure_ascii=False) + "\n")
-
-    def __exit__(self, failed, *details) -> None:
-        if self._file is None or self._path is None:
-            return
-        self._file.close()
-        if failed:
-            self._partial.unlink(missing_ok=True)
-        else:
-            os.replace(self._partial, self._path)
-
-    @property
-    def _partial(self) -> Path:
-        assert self._path is not None
-        return self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
-
-
-def _emitter(stream: TextIO | None, trace: _Trace) -> Callable[[Event], None]:
+def _emitter(stream: TextIO | None, trace: TraceFile) -> Callable[[Event], None]:
     def emit(event: Event) -> None:
         trace.write(event)
         if stream is not None and isinstance(event, Round):

@@ -29,6 +29,15 @@ class Native:
     variants: tuple[str, ...]
 
     @property
+    def compiled(self) -> tuple[str, ...]:
+        """All variants that the compiler made, those that this machine lacks included, best last."""
+        names, index = [], 0
+        while (name := self.library.specviz_variant(index)) is not None:
+            names.append(name.decode())
+            index += 1
+        return tuple(names)
+
+    @property
     def variant(self) -> str:
         """The variant in use."""
         return self.library.specviz_current().decode()

@@ -76,7 +76,17 @@ def test_wrong_usage(option: str, model: str, fails):
 
 
 @pytest.mark.parametrize(
-    "arguments", ([], ["dance"], ["generate"], ["generate", "--prompt", "a", "--prompt-file", "b"], ["bench"])
+    "arguments",
+    (
+        [],
+        ["dance"],
+        ["generate"],
+        ["generate", "--prompt", "a", "--prompt-file", "b"],
+        ["bench"],
+        ["bench", "--suite", "speed"],
+        ["bench", "--suite", "kernels", "--repeats", "0"],
+        ["doctor", "--nope"],
+    ),
 )
 def test_wrong_commands(arguments: list[str], fails):
     fails(2, *arguments)
@@ -214,6 +224,7 @@ FLAGS: dict[str, tuple[str, str, object]] = {
     "--stop": ("END", "stop", ["END"]),
     "--k": ("3", "k", 3),
     "--k-max": ("5", "k_max", 5),
+    "--kernels": ("experts,attention", "kernels", ["attention", "experts"]),
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.bench.table import at_most, format_bars, format_columns
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.offload.emulated import EmulatedLink
@@ -138,17 +139,12 @@ def _bars(contenders: list[Contender], results: dict[str, list[dict[str, Any]]],
     texts = {tuple(tuple(result["token_ids"]) for result in runs) for runs in results.values()}
     equal = [row["memory_total"] for row, contender in zip(rows, contenders, strict=True) if contender.equal_memory]
     return [
-        {"name": "different outputs at temperature 0", "value": len(texts) - 1, "bar": 0, "holds": len(texts) == 1},
-        {
-            "name": "memory of speculation over the baseline's",
-            "value": max(equal[1:]) / equal[0],
-            "bar": 1.0,
-            "holds": max(equal[1:]) <= equal[0],
-        },
+        at_most("different outputs at temperature 0", len(texts) - 1, 0),
+        at_most("memory of speculation over the baseline's", max(equal[1:]) / equal[0], 1.0),
     ]
 
 
-def format_table(report: dict[str, Any]) -> str:
+def format_decode(report: dict[str, Any]) -> str:
     """A report as text, for a terminal or a README."""
     columns = {
         "contender": lambda row: row["name"],
@@ -164,18 +160,6 @@ def format_table(report: dict[str, Any]) -> str:
         "stall": lambda row: f"{row['stall_share']:.0%}",
     }
     cells = [list(columns), *([show(row) for show in columns.values()] for row in report["rows"])]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [_aligned(line, widths) for line in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     machine, link = report["machine"], report["link"]["label"]
-    bars = [
-        f"{'ok ' if bar['holds'] else 'NOT'} {bar['name']}: {bar['value']:g} (at most {bar['bar']:g})"
-        for bar in report["bars"]
-    ]
     head = f"{report['suite']} on {machine['cpu']}, threads: {machine['threads']}; link: {link}"
-    return "\n".join([head, "", *lines, "", *bars])
-
-
-def _aligned(line: list[str], widths: list[int]) -> str:
-    """Names to the left, numbers to the right."""
-    return "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+    return "\n".join([head, "", *format_columns(cells), "", *format_bars(report["bars"])])
