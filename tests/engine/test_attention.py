@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from tiny_models import SIZES
 from transformers import masking_utils
 
 from engine.errors import ModelError
@@ -14,9 +16,10 @@ from engine.kernels.attention import (
     chunked_attention_reference,
     masked_attention,
 )
+from engine.kernels.native import Absent, native
 from engine.model.deferred import Deferred, plain
 from engine.model.kv_cache import KVCache
-from engine.model.seams import ChunkMask, _attention_forward, _mask
+from engine.model.seams import ATTENTION, NATIVE_ATTENTION, ChunkMask, _attention_forward, _mask
 
 
 def tensors(batch: int, heads: int, kv_heads: int, rows: int, length: int, dim: int, dim_v: int):
@@ -205,3 +208,68 @@ def test_what_attention_does_not_know_is_refused(option: str):
     mask = mask_of(masking_utils.causal_mask_function, [3], 1)
     with pytest.raises(ModelError, match=option):
         _attention_forward(torch.nn.Identity(), query, key, value, mask, 1.0, **{option: 1.0})
+
+
+DEEPSEEK = {
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+}  # fmt: skip
+#: What is special about the attention of each.
+MODELS: dict[str, dict] = {
+    "GptOssConfig": {"head_dim": 20, "sliding_window": 5, "num_local_experts": 4},  # sinks, every other layer windowed
+    "GraniteMoeSwaConfig": {"sliding_window": 5, "num_local_experts": 4},  # sinks under another roof
+    "MixtralConfig": {"sliding_window": 6, "num_local_experts": 4},
+    "DeepseekV2Config": DEEPSEEK,  # expands the latents that it gets from the cache; values are wider than keys
+    "Qwen3MoeConfig": {"head_dim": 24, "num_experts": 4, "moe_intermediate_size": 24},  # norms on q and k
+}
+
+
+@pytest.mark.parametrize("implementation", (ATTENTION, NATIVE_ATTENTION))
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_models_attend_through_the_seam_as_they_do_by_themselves(name: str, implementation: str, kernels):
+    """Ragged chunks of two sequences against transformers' eager attention over each whole sequence."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    settings = {**SIZES, "num_experts_per_tok": 2, "num_hidden_layers": 2, "intermediate_size": 24, **MODELS[name]}
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**settings), attn_implementation="eager"
+    ).eval()
+    for parameter in model.parameters():  # sinks start as they were found in memory
+        parameter.normal_(0, 0.3)
+    lengths = (13, 20)
+    ids = torch.randint(1, 300, (2, max(lengths)))
+    expected = [model(input_ids=ids[i : i + 1, :length]).logits[0] for i, length in enumerate(lengths)]
+
+    model.set_attn_implementation(implementation)
+    cache = KVCache(layers=2, sequences=4, max_length=24)
+    slots = torch.tensor([3, 1])
+    starts, found = [0, 0], ([], [])
+    for rows in (4, 1, 5, 3):
+        # The second sequence runs ahead: it takes a pass of its own after each one that they share.
+        for sequences in ((0, 1), (1,)):
+            rows_now = rows if len(sequences) > 1 else 2
+            at = torch.tensor([starts[i] for i in sequences])
+            positions = at[:, None] + torch.arange(rows_now)
+            if int(positions.max()) >= 20:
+                continue
+            cache.begin(slots[list(sequences)], at)
+            chunk = torch.stack([ids[i, starts[i] : starts[i] + rows_now] for i in sequences])
+            logits = model(input_ids=chunk, position_ids=positions, cache=cache, use_cache=True).logits
+            for i, row in zip(sequences, logits, strict=True):
+                found[i].append(row)
+                starts[i] += rows_now
+    for i in range(2):
+        got = torch.cat(found[i])
+        torch.testing.assert_close(got, expected[i][: len(got)], atol=1e-3, rtol=1e-3)
+    assert starts[0] == 13 and starts[1] > 15
+
+
+@pytest.fixture(scope="module")
+def kernels(cache_directory) -> None:
+    """The compiled kernels are loaded, or the test is skipped."""
+    found = native()
+    if isinstance(found, Absent):
+        pytest.skip(f"no compiled kernels: {found.reason}")
