@@ -84,21 +84,28 @@ inline void softmax(float* scores, typename Unit::Step* probabilities, int64_t b
     const float zero = *most == -kInfinity ? 0.0f : *most;
     vf sums{};
     for (int64_t k = begin; k < end; k += kPair)
-        sums += Unit::keep(probabilities + k / Unit::kTerms, exp2(load<vf>(scores + k) * scale - zero),
-                           exp2(load<vf>(scores + k + kLanes) * scale - zero));
+        sums += Unit::keep(probabilities + k / Unit::kTerms, exp2<Unit::kCoarse>(load<vf>(scores + k) * scale - zero),
+                           exp2<Unit::kCoarse>(load<vf>(scores + k + kLanes) * scale - zero));
     *total = sum(sums);
 }
 
+// Whether the exponents of all are below the highest, as those of infinity and NaN are not.
 inline bool finite(const float* x, int64_t n) {
-    bool good = true;
-    for (int64_t i = 0; i < n; i++) good &= (load<uint32_t>(x + i) & 0x7f800000) != 0x7f800000;
-    return good;
+    uint32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t exponent = load<uint32_t>(x + i) & 0x7f800000;
+        most = exponent > most ? exponent : most;
+    }
+    return most < 0x7f800000;
 }
 
 inline bool finite(const uint16_t* x, int64_t n) {
-    bool good = true;
-    for (int64_t i = 0; i < n; i++) good &= (x[i] & 0x7f80) != 0x7f80;
-    return good;
+    uint16_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t exponent = x[i] & 0x7f80;
+        most = exponent > most ? exponent : most;
+    }
+    return most < 0x7f80;
 }
 
 // Everything for caches of one type.

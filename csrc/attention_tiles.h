@@ -77,10 +77,13 @@ inline void transpose(vi* rows) {
 }
 #endif
 
-// 2 to the power x for x ≤ 0 (more is allowed, up to 127), to 2 units in the last place; 0 far below, NaN stays NaN.
+// 2 to the power x for x ≤ 0 (more is allowed, up to 127); 0 far below, NaN stays NaN. To 2 units in the last place, or
+// with `Coarse` to 3 · 10^-6, a thousandth of what rounding to bfloat16 loses.
+template <bool Coarse = false>
 inline vf exp2(vf x) {
 #if defined(__AVX512F__)
-    const vf clamped = max(splat(-200.0f), x);
+    // The second operand is what comes of NaN.
+    const vf clamped = (vf)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
     const vf n = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     constexpr float kMagic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to integers
@@ -89,12 +92,20 @@ inline vf exp2(vf x) {
     const vf n = shifted - kMagic;
 #endif
     const vf f = clamped - n;
-    vf p = splat(1.534581243e-4f);
-    p = p * f + 1.339993090e-3f;
-    p = p * f + 9.618489072e-3f;
-    p = p * f + 5.550328642e-2f;
-    p = p * f + 2.402264625e-1f;
-    p = p * f + 6.931471825e-1f;
+    vf p;
+    if (Coarse) {
+        p = splat(9.570101276e-3f);
+        p = p * f + 5.591785908e-2f;
+        p = p * f + 2.402474433e-1f;
+        p = p * f + 6.931217909e-1f;
+    } else {
+        p = splat(1.534581243e-4f);
+        p = p * f + 1.339993090e-3f;
+        p = p * f + 9.618489072e-3f;
+        p = p * f + 5.550328642e-2f;
+        p = p * f + 2.402264625e-1f;
+        p = p * f + 6.931471825e-1f;
+    }
     p = p * f + 1.0f;
 #if defined(__AVX512F__)
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
@@ -109,12 +120,13 @@ inline float exp2(float x) { return exp2(splat(x))[0]; }
 struct FloatUnit32 {
     using Stored = float;
     using Step = float;
-    static constexpr int kTerms = 1;  // terms in a step
+    static constexpr int kTerms = 1;        // terms in a step
+    static constexpr bool kCoarse = false;  // whether probabilities are stored with fewer bits than float32
     // kLanes steps of a row of keys.
     static vi steps(const Stored* row) { return load<vi>(row); }
     static Step step(const Stored* x) { return *x; }
     // kPair value features of the kTerms rows of one step, as two vectors in an order of the unit's own.
-    static void values(const Stored* const* rows, Step* to) { std::memcpy(to, rows[0], kPair * sizeof(Step)); }
+    static void values(const Stored* row, int64_t, Step* to) { std::memcpy(to, row, kPair * sizeof(Step)); }
     // Two vectors that `values` ordered, back in their natural order.
     static void restore(vf&, vf&) {}
     // Keeps the probabilities of kPair keys as steps; the sum of what was kept, over pairs of lanes.
@@ -132,10 +144,11 @@ struct Bfloat16Pairs {
     using Stored = uint16_t;
     using Step = uint32_t;
     static constexpr int kTerms = 2;
+    static constexpr bool kCoarse = true;
     static vi steps(const Stored* row) { return load<vi>(row); }
     static Step step(const Stored* x) { return load<Step>(x); }
-    static void values(const Stored* const* rows, Step* to) {
-        const __m512i first = _mm512_loadu_si512(rows[0]), second = _mm512_loadu_si512(rows[1]);
+    static void values(const Stored* row, int64_t stride, Step* to) {
+        const __m512i first = _mm512_loadu_si512(row), second = _mm512_loadu_si512(row + stride);
         _mm512_storeu_si512(to, _mm512_unpacklo_epi16(first, second));
         _mm512_storeu_si512(to + kLanes, _mm512_unpackhi_epi16(first, second));
     }
@@ -163,9 +176,9 @@ struct Bfloat16Widened : FloatUnit32 {
     using Stored = uint16_t;
     static vi steps(const Stored* row) { return (vi)widen(load<vh>(row)); }
     static Step step(const Stored* x) { return to_float(*x); }
-    static void values(const Stored* const* rows, Step* to) {
-        store(to, widen(load<vh>(rows[0])));
-        store(to + kLanes, widen(load<vh>(rows[0] + kLanes)));
+    static void values(const Stored* row, int64_t, Step* to) {
+        store(to, widen(load<vh>(row)));
+        store(to + kLanes, widen(load<vh>(row + kLanes)));
     }
 };
 using BfloatUnit16 = Bfloat16Widened;
@@ -250,30 +263,38 @@ inline void pack_query(const typename Unit::Stored* row, int64_t dim, typename U
     }
 }
 
+// `count` elements of a row, zeros behind them.
+template <int64_t N, class Stored>
+inline void copy_part(const Stored* row, int64_t count, Stored* to) {
+    std::memset(to, 0, N * sizeof(Stored));
+    if (count > 0) std::memcpy(to, row, count * sizeof(Stored));
+}
+
 // Keys 0 … `width` as a panel [step][key]; keys outside of first … last are zeros, and are not read.
 template <class Unit>
 void pack_keys(const typename Unit::Stored* keys, int64_t stride, int64_t dim, int64_t first, int64_t last,
                int64_t width, typename Unit::Step* panel) {
-    using Stored = typename Unit::Stored;
     constexpr int64_t kTerms = Unit::kTerms, kChunk = kLanes * kTerms;
     const int64_t steps = (dim + kTerms - 1) / kTerms;
     for (int64_t at = 0; at < width; at += kLanes) {
+        const bool all = at >= first && at + kLanes <= last;
         for (int64_t d = 0; d < dim; d += kChunk) {
+            const int64_t s = d / kTerms;
             vi rows[kLanes];
-            for (int i = 0; i < kLanes; i++) {
-                const int64_t key = at + i;
-                if (key < first || key >= last) {
-                    rows[i] = vi{};
-                } else if (d + kChunk <= dim) {
-                    rows[i] = Unit::steps(keys + key * stride + d);
-                } else {
-                    Stored rest[kChunk] = {};
-                    std::memcpy(rest, keys + key * stride + d, (dim - d) * sizeof(Stored));
-                    rows[i] = Unit::steps(rest);
-                }
+            if (all && d + kChunk <= dim) {
+                for (int i = 0; i < kLanes; i++) rows[i] = Unit::steps(keys + (at + i) * stride + d);
+                transpose(rows);
+                for (int i = 0; i < kLanes; i++) store(panel + (s + i) * width + at, rows[i]);
+                continue;
+            }
+            for (int64_t key = at; key < at + kLanes; key++) {
+                typename Unit::Stored part[kChunk];
+                const bool there = key >= first && key < last;
+                copy_part<kChunk>(keys + key * stride + d, there ? least(kChunk, dim - d) : 0, part);
+                rows[key - at] = Unit::steps(part);
             }
             transpose(rows);
-            const int64_t s = d / kTerms, count = least(kLanes, steps - s);
+            const int64_t count = least(kLanes, steps - s);
             for (int64_t i = 0; i < count; i++) store(panel + (s + i) * width + at, rows[i]);
         }
     }
@@ -287,25 +308,24 @@ void pack_values(const typename Unit::Stored* values, int64_t stride, int64_t di
     using Stored = typename Unit::Stored;
     constexpr int kTerms = Unit::kTerms;
     const int64_t padded = round_up(dim, kPair), steps = keys / kTerms;
-    const Stored zeros[kPair] = {};
     for (int64_t s = 0; s < steps; s++) {
-        for (int64_t d = 0; d < padded; d += kPair) {
-            const Stored* rows[kTerms];
-            Stored rest[kTerms][kPair];
-            for (int i = 0; i < kTerms; i++) {
-                const int64_t key = s * kTerms + i;
-                if (key < first || key >= last) {
-                    rows[i] = zeros;
-                } else if (d + kPair <= dim) {
-                    rows[i] = values + key * stride + d;
-                } else {
-                    std::memset(rest[i], 0, sizeof rest[i]);
-                    std::memcpy(rest[i], values + key * stride + d, (dim - d) * sizeof(Stored));
-                    rows[i] = rest[i];
+        const Stored* row = values + s * kTerms * stride;
+        const bool all = s * kTerms >= first && (s + 1) * kTerms <= last;
+        for (int64_t panel = 0, width; panel < padded; panel += width) {
+            width = panel_width(padded, panel);
+            auto* to = panels + panel * steps + s * width;
+            for (int64_t d = panel; d < panel + width; d += kPair, to += kPair) {
+                if (all && d + kPair <= dim) {
+                    Unit::values(row + d, stride, to);
+                    continue;
                 }
+                Stored part[kTerms][kPair];
+                for (int i = 0; i < kTerms; i++) {
+                    const bool there = s * kTerms + i >= first && s * kTerms + i < last;
+                    copy_part<kPair>(row + i * stride + d, there ? least(kPair, dim - d) : 0, part[i]);
+                }
+                Unit::values(part[0], kPair, to);
             }
-            const int64_t panel = d - d % kPanel, width = panel_width(padded, panel);
-            Unit::values(rows, panels + panel * steps + s * width + (d - panel));
         }
     }
 }
