@@ -82,11 +82,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure contenders, all in one run", formatter_class=_Formatter)
+    about = (
+        "Measure contenders, all in one run. Besides a path or hub id, --model takes random-8x135m: a Mixtral of "
+        "692 M random weights, written to the cache directory on first use (1.4 GB, and as much for its pack)."
+    )
+    bench = commands.add_parser("bench", help="compare contenders", description=about, formatter_class=_Formatter)
     _add_engine_options(bench)
     bench.add_argument("--suite", choices=("decode", "kernels"), required=True,
                        help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
                             "kernels against torch and the machine's read bandwidth (needs no model)")  # fmt: skip
+    bench.add_argument("--tables", choices=("memory", "kernels", "both"), default="both",
+                       help="of decode: offloaded at equal memory; all resident, kernels on and off")  # fmt: skip
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
                        help="runs of each contender, in turn (default: decode 2, kernels 5)")  # fmt: skip
@@ -215,9 +221,10 @@ def _bench(options: argparse.Namespace) -> int:
         report = kernels_suite(sizes, options.threads, say)
         text = format_kernels(report)
     else:
-        from engine.bench.decode import decode_suite, format_decode
+        from engine.bench.decode import TABLES, decode_suite, format_decode
 
-        report = decode_suite(config, options.max_new_tokens, options.repeats or 2, say)
+        tables = TABLES if options.tables == "both" else (options.tables,)
+        report = decode_suite(config, options.max_new_tokens, options.repeats or 2, say, tables)
         text = format_decode(report)
     print(json.dumps(report, ensure_ascii=False) if options.json else text)
     return 0

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
+from engine.bench.prompts import PROMPTS
+from engine.bench.random_model import RANDOM_MODEL, random_model
 from engine.bench.table import at_most, format_bars, format_columns
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.offload.emulated import EmulatedLink
 from engine.report import link_info, machine_info
 
-PROMPTS = (
-    "Once upon a time, there was a little girl named Lily who",
-    "Tom had a red kite.",
-    "The little frog was",
-    "One day, a boy named Ben went to the park with his mom.",
-)
-
 BASE = "on-demand LRU, no speculation"
+#: The tables of the decode suite.
+TABLES = ("memory", "kernels")
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,48 @@ class Contender:
     equal_memory: bool = True
 
 
-def decode_suite(config: EngineConfig, max_new_tokens: int, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """What speculation and prefetching bring to decoding at batch 1 and temperature 0.
+def decode_suite(
+    config: EngineConfig,
+    max_new_tokens: int,
+    repeats: int,
+    say: Callable[[str], None],
+    tables: Sequence[str] = TABLES,
+) -> dict[str, Any]:
+    """What speculation and prefetching bring to decoding at batch 1 and temperature 0, and what the kernels add.
 
-    All contenders get the same total of fast memory: the baseline spends the draft's bytes on more slots,
-    rounded up in its favour. They run in turn, `repeats` times, with one pace of the link.
+    The two `tables` are `rows` ("memory": offloaded, at equal memory) and `kernel_rows` ("kernels": all resident).
+    One that was not asked for is empty. The model RANDOM_MODEL is written on its first use.
+    """
+    if config.model == RANDOM_MODEL:
+        config = dataclasses.replace(config, model=str(random_model(say)))
+    link: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = []
+    kernel_rows: list[dict[str, Any]] = []
+    bars: list[dict[str, Any]] = []
+    if "memory" in tables:
+        link, rows, bars = _equal_memory(config, max_new_tokens, repeats, say)
+    if "kernels" in tables:
+        kernel_rows, more = kernels_decode(config, max_new_tokens, repeats, say)
+        bars += more
+    return {
+        "suite": "decode",
+        "machine": machine_info(),
+        "model": config.model,
+        "dtype": config.dtype,
+        "link": link,
+        "prompts": len(PROMPTS),
+        "repeats": repeats,
+        "rows": rows,
+        "kernel_rows": kernel_rows,
+        "bars": bars,
+    }
+
+
+def _equal_memory(
+    config: EngineConfig, max_new_tokens: int, repeats: int, say: Callable[[str], None]
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """(link, rows, bars). All contenders get the same total of fast memory: the baseline spends the draft's bytes on
+    more slots, rounded up in its favour. They run in turn, `repeats` times, with one pace of the link.
     """
     options = GenerationConfig(max_new_tokens=max_new_tokens)
     config, link, contenders = _contenders(config)
@@ -49,16 +84,7 @@ def decode_suite(config: EngineConfig, max_new_tokens: int, repeats: int, say: C
             results[contender.name] += _measure(contender, options)
     base = _row(contenders[0], results[BASE], None)
     rows = [_row(contender, results[contender.name], base) for contender in contenders]
-    return {
-        "suite": "decode",
-        "machine": machine_info(),
-        "model": config.model,
-        "link": link,
-        "prompts": len(PROMPTS),
-        "repeats": repeats,
-        "rows": rows,
-        "bars": _bars(contenders, results, rows),
-    }
+    return link, rows, _bars(contenders, results, rows)
 
 
 def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], list[Contender]]:
@@ -146,6 +172,16 @@ def _bars(contenders: list[Contender], results: dict[str, list[dict[str, Any]]],
 
 def format_decode(report: dict[str, Any]) -> str:
     """A report as text, for a terminal or a README."""
+    machine = report["machine"]
+    lines = [f"decode on {machine['cpu']}, threads: {machine['threads']}, {report['dtype']}"]
+    if report["rows"]:
+        lines += [f"link: {report['link']['label']}", "", *_format_rows(report["rows"])]
+    if report["kernel_rows"]:
+        lines += ["", *format_kernels_decode(report["kernel_rows"])]
+    return "\n".join([*lines, "", *format_bars(report["bars"])])
+
+
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     columns = {
         "contender": lambda row: row["name"],
         "slots": lambda row: str(row["slots_per_layer"]),
@@ -159,7 +195,4 @@ def format_decode(report: dict[str, Any]) -> str:
         "overlap": lambda row: "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
         "stall": lambda row: f"{row['stall_share']:.0%}",
     }
-    cells = [list(columns), *([show(row) for show in columns.values()] for row in report["rows"])]
-    machine, link = report["machine"], report["link"]["label"]
-    head = f"{report['suite']} on {machine['cpu']}, threads: {machine['threads']}; link: {link}"
-    return "\n".join([head, "", *format_columns(cells), "", *format_bars(report["bars"])])
+    return format_columns([list(columns), *([show(row) for show in columns.values()] for row in rows)])

@@ -1,0 +1,203 @@
+"""What each compiled kernel adds to decoding, end to end, with everything resident: compute alone is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import BaseStreamer
+
+from engine.bench.prompts import PROMPTS
+from engine.bench.table import at_least, at_most, format_columns
+from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
+from engine.engine import Engine
+from engine.kernels.native import Native, native
+from engine.model.checkpoint import resolve_directory
+
+TRANSFORMERS = "transformers generate"
+#: In this order they are switched on, one after the other.
+ORDER = ("linear", "experts", "attention", "draft")
+SPECULATION_K = 4
+#: From this size on, decoding is work and not overhead, and the bar counts.
+LARGE_MODEL_BYTES = 10**9
+#: All experts of a model; a budget in slots is cut to those there are.
+EVERYTHING = CacheBudget(share=1.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One contender: `k` 0 is plain decoding. `kernels` are those of KERNELS in use."""
+
+    name: str
+    k: int
+    kernels: tuple[str, ...]
+
+
+@dataclass
+class Outcome:
+    """What a contender did over all prompts and repeats; `ids` are the token ids of each prompt's text."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+    ids: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second of decoding."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+def kernels_decode(
+    config: EngineConfig, max_new_tokens: int, repeats: int, say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows, bars) of plain decoding and speculation with k = 4, kernels switched on one after the other.
+
+    The base is transformers' own `generate` with the same dtype, threads and prompts. Engines are loaded anew for
+    each setting and repeat, in turn, and warmed up with all prompts.
+    """
+    outcomes: dict[str, Outcome] = {}
+    settings = _settings(config)
+    nbytes = 0
+    for repeat in range(repeats):
+        for setting in settings:
+            say(f"kernels, run {repeat + 1} of {repeats}: {setting.name}")
+            nbytes = _run_engine(config, setting, max_new_tokens, outcomes.setdefault(setting.name, Outcome()))
+        say(f"kernels, run {repeat + 1} of {repeats}: {TRANSFORMERS}")
+        _run_transformers(config, max_new_tokens, outcomes.setdefault(TRANSFORMERS, Outcome()))
+    rows = _rows(settings, outcomes)
+    return rows, _bars(settings, outcomes, rows, nbytes)
+
+
+def _settings(config: EngineConfig) -> list[Setting]:
+    """Without a compiler, or without names in `config.kernels`, torch alone remains."""
+    names = [name for name in ORDER if name in config.kernels and isinstance(native(), Native)]
+    settings = []
+    for k, title in ((0, "plain"), (SPECULATION_K, f"speculation, k = {SPECULATION_K}")):
+        used = [name for name in names if k or name != "draft"]
+        settings.append(Setting(f"{title}, torch", k, ()))
+        settings += [Setting(f"{title}, + {used[n - 1]}", k, tuple(used[:n])) for n in range(1, len(used) + 1)]
+    return settings
+
+
+def _run_engine(config: EngineConfig, setting: Setting, max_new_tokens: int, outcome: Outcome) -> int:
+    """Add one pass over all prompts; returns the bytes of the model's weights."""
+    engine = Engine.load(
+        dataclasses.replace(
+            config,
+            kernels=setting.kernels,
+            draft="self-int4" if setting.k else "none",
+            policy="lru",
+            prefetch="none",
+            cache=EVERYTHING,
+            link=LinkConfig("disk"),
+        )
+    )
+    options = GenerationConfig(max_new_tokens=max_new_tokens, k=setting.k)
+    try:
+        engine.generate(list(PROMPTS), options)
+        for prompt in PROMPTS:
+            result = engine.generate([prompt], options)[0]
+            outcome.tokens += result["new_tokens"]
+            outcome.seconds += result["decode_s"]
+            outcome.rounds += result["rounds"]
+            outcome.ids[prompt] = result["token_ids"]
+        memory = result["memory"]
+        return memory["shared"] + memory["cache"]
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+
+
+class _Clock(BaseStreamer):
+    """When the first and the last new token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _run_transformers(config: EngineConfig, max_new_tokens: int, outcome: Outcome) -> None:
+    """Add one pass of greedy decoding as transformers does it out of the box, timed from the prefill's end."""
+    directory = resolve_directory(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, config.dtype), local_files_only=True)
+    model.eval()
+
+    def generate(prompt: str) -> tuple[list[int], list[float]]:
+        inputs, clock = tokenizer(prompt, return_tensors="pt"), _Clock()
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, streamer=clock)
+        return ids[0, inputs["input_ids"].shape[1] :].tolist(), clock.times
+
+    generate(PROMPTS[0])
+    for prompt in PROMPTS:
+        # The streamer hears of the prompt first; the first new token ends the prefill.
+        ids, times = generate(prompt)
+        outcome.tokens += len(ids) - 1
+        outcome.seconds += times[-1] - times[1]
+        outcome.ids[prompt] = ids
+
+
+def _rows(settings: list[Setting], outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
+    """transformers first. `ratio` is to transformers, `over_torch` to the same decoding without any kernel."""
+    base = outcomes[TRANSFORMERS]
+    first = {"name": TRANSFORMERS, "kernels": None, "k": 0, "tokens_per_s": base.rate, "ratio": 1.0}
+    rows: list[dict[str, Any]] = [{**first, "over_torch": None, "tokens_per_round": None}]
+    torch_rates: dict[int, float | None] = {}
+    for setting in settings:
+        outcome = outcomes[setting.name]
+        torch_rate = torch_rates.setdefault(setting.k, outcome.rate)
+        rows.append({
+            "name": setting.name,
+            "kernels": list(setting.kernels),
+            "k": setting.k,
+            "tokens_per_s": outcome.rate,
+            "ratio": _over(outcome.rate, base.rate),
+            "over_torch": _over(outcome.rate, torch_rate),
+            "tokens_per_round": outcome.tokens / outcome.rounds,
+        })  # fmt: skip
+    return rows
+
+
+def _over(rate: float | None, base: float | None) -> float | None:
+    return rate / base if rate and base else None
+
+
+def _bars(
+    settings: list[Setting], outcomes: dict[str, Outcome], rows: list[dict[str, Any]], model_bytes: int
+) -> list[dict[str, Any]]:
+    """Both need the target's kernels; the first a model with something to compute, too."""
+    on = [setting for setting in settings if set(ORDER) - {"draft"} <= set(setting.kernels)]
+    if not on:
+        return []
+    texts = [outcomes[setting.name].ids for setting in on]
+    different = sum(len({tuple(ids[prompt]) for ids in texts}) > 1 for prompt in PROMPTS)
+    bars = [at_most("different outputs between k, kernels on", different, 0)]
+    ratio = next(row["ratio"] for row in rows if row["name"] == on[0].name)
+    if model_bytes >= LARGE_MODEL_BYTES and ratio is not None:
+        bars.append(at_least("plain decoding, all resident: times transformers", ratio, 2.0))
+    return bars
+
+
+def format_kernels_decode(rows: list[dict[str, Any]]) -> list[str]:
+    """The table's lines."""
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    cells = [["what the kernels add", "tokens/s", "× transformers", "× torch", "tokens/round"]]
+    figures = ("tokens_per_s", "ratio", "over_torch", "tokens_per_round")
+    cells += [[row["name"], *(number(row[figure]) for figure in figures)] for row in rows]
+    return format_columns(cells)
