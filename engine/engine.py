@@ -20,7 +20,7 @@ from engine.offload.cache import ExpertCache
 from engine.offload.emulated import EmulatedLink
 from engine.offload.experts import OffloadedExperts, QuantizedExperts
 from engine.passes import PassObserver
-from engine.report import cache_state, governor_choice, roofline_point, run_start, summarize
+from engine.report import cache_state, governor_choice, kernels_label, roofline_point, run_start, summarize
 from engine.run import Run, open_run
 from engine.speculation.drafters import Draft, Drafter, NoDrafter, SelfDrafter
 from engine.speculation.outcome import RoundView, outcome
@@ -46,6 +46,7 @@ class Engine:
             table, loaded.slots_per_layer, getattr(torch, config.dtype), loaded.link, config.policy, self.passes
         )
         self.policy = config.policy
+        self.kernels = kernels_label(config.kernels, loaded.kernels)
         self.passes.attach(None, self.cache)
         self.target_experts = OffloadedExperts(self.cache, self.passes, native="experts" in loaded.kernels)
         self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None

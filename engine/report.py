@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine import events
+from engine.config import KERNELS
 from engine.control.governor import Choice, Observation
 from engine.control.presets import find_preset
+from engine.kernels.native import Absent, native
 from engine.model.kv_cache import KVCache
 from engine.offload.emulated import EmulatedLink
 from engine.speculation.batch import Sequence
@@ -33,7 +36,7 @@ def run_start(engine: Engine, run: Run) -> events.RunStart:
         t=0,
         schema=events.SCHEMA_VERSION,
         model=model_info(engine),
-        machine=machine_info(),
+        machine=machine_info() | {"kernels": engine.kernels},
         link=link_info(engine),
         config=config_info(engine, run),
         memory=memory_info(engine, run.batch.cache),
@@ -117,6 +120,17 @@ def machine_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def kernels_label(asked: Collection[str], used: Collection[str]) -> str:
+    """The kernels' variant, with the names of those in use if they are not all; or "torch", and why."""
+    if not asked:
+        return "torch (no kernels were asked for)"
+    found = native()
+    if isinstance(found, Absent):
+        return f"torch ({found.reason})"
+    names = [name for name in KERNELS if name in used]
+    return found.variant if len(names) == len(KERNELS) else f"{found.variant} ({', '.join(names)})"
 
 
 def link_info(engine: Engine) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from engine import events
 from engine.config import EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
+from engine.kernels.native import Native, native
 from specviz.metrics import reduce
 
 SLOTS = 3
@@ -225,3 +226,23 @@ def test_memory_is_told_before_it_is_filled(engines, monkeypatch):
     assert memory == result["memory"]
     assert memory["kv"] == caches[0].nbytes > 0
     assert memory["total"] == sum(memory[part] for part in ("shared", "draft", "cache", "kv"))
+
+
+def test_the_machine_is_told_with_its_kernels(tiny_model, monkeypatch):
+    """Which variant computes, or why torch does."""
+
+    def told(**options) -> str:
+        engine = Engine.load(EngineConfig(model=str(tiny_model("qwen3_moe").directory), **options))
+        try:
+            start = record(engine, ["Hello"], max_new_tokens=1).of(events.RunStart)[0]
+        finally:
+            engine.close()
+        return start.machine["kernels"]
+
+    assert told(kernels=()) == "torch (no kernels were asked for)"
+    found = native()
+    if isinstance(found, Native):
+        assert told() == found.variant
+        assert told(kernels=("draft", "linear")) == f"{found.variant} (linear, draft)"
+    monkeypatch.setenv("SPECVIZ_KERNELS", "off")
+    assert told() == "torch (switched off (SPECVIZ_KERNELS=off))"

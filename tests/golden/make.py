@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from player import Player, Scenario  # noqa: E402
 
 SCENARIOS = {
-    "plain": Scenario(seed=1, k=0, tokens=12),
+    "plain": Scenario(seed=1, k=0, tokens=12, kernels="torch (switched off (SPECVIZ_KERNELS=off))"),
     "draft4": Scenario(seed=2, k=4, tokens=32, slots=3),
     "knob": Scenario(seed=3, k=[2, 2, 2, 6], tokens=24, knobs={3: ("k", 2, 6)}),
     "eos": Scenario(seed=4, k=4, tokens=100, eos_round=4),

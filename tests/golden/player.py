@@ -52,6 +52,7 @@ class Scenario:
     eos_round: int | None = None
     stop_round: int | None = None
     hostile: bool = False
+    kernels: str = "avx512"
 
 
 @dataclass
@@ -282,7 +283,7 @@ class Player:
             "experts": s.experts, "top_k": s.top_k, "hidden": 192, "expert_bytes": 147_456, "dtype": "bfloat16",
             "vocab": 4096,
         }  # fmt: skip
-        machine = {"cpu": "Synthetic CPU", "cores": 2, "memory_gib": 24.0, "device": "cpu"}
+        machine = {"cpu": "Synthetic CPU", "cores": 2, "memory_gib": 24.0, "device": "cpu", "kernels": s.kernels}
         gbps = round(147_456 / (self.s.transfer_ms * MS), 4)
         link = {
             "kind": "emulated", "label": f"emulated {gbps} GB/s", "gbps": gbps, "latency_us": 0.0, "emulated": True,

@@ -181,3 +181,14 @@ def test_missing_plotly_is_said(browser, site):
     page.locator(".sv-failure").first.wait_for(state="attached")
     assert "plotly.min.js did not arrive" in page.locator(".sv-failure").first.text_content()
     page.close()
+
+
+def test_the_kernels_in_use_are_told_and_their_absence_is_marked(open_page):
+    fact = ".sv-fact:has(dt:text-is('Kernels'))"
+    page = open_page("draft4")
+    assert page.locator(f"{fact} dd").inner_text() == "avx512"
+    assert page.locator(f"{fact}.sv-marked").count() == 0
+    page = open_page("plain")
+    assert page.locator(f"{fact}.sv-marked dd").inner_text() == "torch (switched off (SPECVIZ_KERNELS=off))"
+    page = open_page("hand")  # recorded before there were kernels
+    assert page.locator(fact).count() == 0

@@ -142,11 +142,14 @@ function drawFacts(facts, memory, { facts: run, experts }) {
     ["Link", link.emulated && !/emulated/i.test(link.label) ? `${link.label} (emulated)` : link.label],
     ["Draft", config.draft],
     ["Machine", [machine.cpu, machine.cores && plural(machine.cores, "core"), machine.device].filter(Boolean).join(" · ")],
+    ["Kernels", machine.kernels],
   ];
+  // What does not stand for this machine at its best is marked.
+  const marked = { Link: link.emulated, Kernels: machine.kernels?.startsWith("torch") };
   for (const [term, text] of rows) {
     if (text === undefined || text === null) continue;
-    const emulated = term === "Link" && link.emulated ? "sv-fact sv-emulated" : "sv-fact";
-    facts.append(el("div", { class: emulated }, el("dt", { text: term }), el("dd", { text: String(text) })));
+    const name = marked[term] ? "sv-fact sv-marked" : "sv-fact";
+    facts.append(el("div", { class: name }, el("dt", { text: term }), el("dd", { text: String(text) })));
   }
   drawMemory(memory, run.memory);
 }
