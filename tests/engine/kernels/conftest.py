@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +10,19 @@ import pytest
 from kernel_cases import VARIANTS
 
 from engine.kernels import native as native_module
-from engine.kernels.build import build
 from engine.kernels.native import Absent, Native, native
 
-#: Compiler flags for the library under test: test_instrumented.py runs these tests again with sanitizers.
-BUILD_FLAGS = tuple(os.environ.get("SPECVIZ_TEST_BUILD_FLAGS", "").split())
+#: A library to test instead of the one that `native()` builds: test_instrumented.py runs these tests again with it.
+OTHER_LIBRARY = os.environ.get("SPECVIZ_TEST_LIBRARY")
 
 
 @pytest.fixture(scope="session")
 def library(cache_directory: Path) -> Iterator[Native]:
-    """The library with its best variant in use, whatever SPECVIZ_KERNELS says; built here if need be."""
+    """The library, whatever SPECVIZ_KERNELS says; built here if need be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECVIZ_KERNELS", "auto")
-        if BUILD_FLAGS:
-            patch.setattr(native_module, "build", functools.partial(build, extra=BUILD_FLAGS))
+        if OTHER_LIBRARY:
+            patch.setattr(native_module, "build", lambda: Path(OTHER_LIBRARY))
         found = native()
         if isinstance(found, Absent):
             pytest.skip(f"no compiled kernels: {found.reason}")

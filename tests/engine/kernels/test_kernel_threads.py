@@ -90,29 +90,36 @@ def run_alone(script: str, library: Native) -> None:
 
 
 FORK = """
-import os, threading
+import os, signal, threading
 import torch
 from test_kernel_threads import experts_run
 from kernel_cases import same_bits
 from engine.kernels.native import native
 
+signal.alarm(100)
 library = native()
 library.set_threads(4)
 job, stop = experts_run(0), threading.Event()
 expected = job()
-others = [threading.Thread(target=lambda: [job() for _ in iter(stop.is_set, True)]) for _ in range(2)]
+
+def compute():
+    while not stop.is_set():
+        job()
+
+others = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
 for other in others:
     other.start()
-try:
-    for number in range(20):
-        child = os.fork()
-        if not child:  # The workers are gone, and one of them may have held a lock.
-            good = library.library.specviz_threads() == 1 and same_bits(job(), expected)
-            library.set_threads(2)
-            os._exit(0 if good and same_bits(job(), expected) else 3)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-finally:
-    stop.set()
+for number in range(20):
+    child = os.fork()
+    if not child:  # The workers are gone, and one of them may have held a lock.
+        signal.alarm(30)
+        good = library.library.specviz_threads() == 1 and same_bits(job(), expected)
+        library.set_threads(2)
+        os._exit(0 if good and same_bits(job(), expected) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+stop.set()
+for other in others:
+    other.join()
 """
 
 CROWDED = """

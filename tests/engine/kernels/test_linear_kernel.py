@@ -102,3 +102,14 @@ def test_refuses(
 ) -> None:
     with pytest.raises(RuntimeError, match=f"specviz::linear: .*{message}"):
         linear(x, weight, bias)
+
+
+def test_tiles_are_released(library: Native) -> None:
+    """No thread keeps tiles between calls: every context switch would save them."""
+    if not hasattr(library.library, "specviz_threads_with_tiles"):
+        pytest.skip("only the emulation of tiles counts them (test_instrumented.py)")
+    library.use("amx")
+    library.set_threads(3)
+    found = linear(random(0, 20, 3000, dtype=torch.bfloat16), random(1, 300, 3000, dtype=torch.bfloat16))
+    assert torch.isfinite(found).all()
+    assert library.library.specviz_threads_with_tiles() == 0

@@ -29,6 +29,7 @@ from engine.kernels.native import Native
 from engine.offload.quantize import quantize
 
 dtypes = st.sampled_from(DTYPES)
+thread_counts = st.integers(1, 3)
 mixes = st.sampled_from([(1, 1, None), (4, 2, None), (4, 1, 2), (9, 3, None)])
 Mix = tuple[int, int, "int | None"]
 
@@ -90,7 +91,9 @@ def test_it_equals_bfloat16_experts_with_the_weights_that_the_codes_stand_for(
 
 
 @pytest.mark.parametrize("bits", BITS)
-@given(seed=seeds, dtype=dtypes, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes, threads=st.integers(1, 3))
+@given(
+    seed=seeds, dtype=dtypes, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes, threads=st.integers(1, 3)
+)
 @few_examples
 def test_a_row_does_not_depend_on_its_company(
     variant: str,
