@@ -15,11 +15,11 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export GRADIO_ANALYTICS_ENABLED := False
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup setup-dev demo test check bench clean
+.PHONY: help setup setup-dev demo test check kernels bench bench-kernels clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv and install what the app needs
 
@@ -33,7 +33,7 @@ test: $(DEV_READY)  ## run all tests; those that drive a browser need Chromium
 		|| echo "No Chromium here: the end-to-end tests will be skipped (apt-get install chromium)."
 	$(BIN)/python -m pytest
 
-check: $(DEV_READY)  ## lint, formatting and types
+check: $(DEV_READY)  ## lint, formatting (Python and C++) and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,8 +41,14 @@ ifneq ($(CXX_FILES),)
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 endif
 
-bench: $(READY)  ## measure decoding with and without speculation on this machine
+kernels: $(READY)  ## compile the C++ kernels for this machine, and say what it can do
+	$(BIN)/python -m engine doctor
+
+bench: $(READY)  ## measure decoding with and without speculation and kernels on this machine
 	$(BIN)/python -m engine bench --suite decode
+
+bench-kernels: $(READY)  ## measure each kernel against torch and the memory's bandwidth
+	$(BIN)/python -m engine bench --suite kernels
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info test-results .pytest_cache .ruff_cache .mypy_cache .hypothesis
