@@ -104,6 +104,10 @@ def _add_bench(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine and installation can do; builds the kernels",
                                  formatter_class=_Formatter)  # fmt: skip
+    doctor.add_argument("--model", metavar="PATH_OR_ID", help="tell the fast memory that this model would take, too")
+    doctor.add_argument("--draft", choices=DRAFTS, default="self-int4", help="who drafts")
+    doctor.add_argument("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots")
+    doctor.add_argument("--dtype", choices=DTYPES, default="float32", help="what the model computes in")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument("--debug", action="store_true", help="show the traceback of an error")
     doctor.set_defaults(command=_doctor)
@@ -233,7 +237,10 @@ def _bench(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from engine.doctor import examine, format_doctor
 
-    report = examine()
+    config = None
+    if options.model is not None:
+        config = EngineConfig(model=options.model, draft=options.draft, cache=options.cache, dtype=options.dtype)
+    report = examine(config)
     print(json.dumps(report, ensure_ascii=False) if options.json else format_doctor(report))
     return 0
 

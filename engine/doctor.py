@@ -11,18 +11,27 @@ from typing import Any
 import torch
 import transformers
 
-from engine.config import cache_directory
+from engine.config import EngineConfig, cache_directory
 from engine.errors import UsageError
 from engine.kernels.build import BuildError, compiler
 from engine.kernels.native import VARIABLE, Absent, native
 from engine.machine import available_bytes, caches
+from engine.model.checkpoint import resolve_directory
+from engine.model.skeleton import survey
+from engine.offload.quantize import quantized_nbytes
+from engine.offload.slots import slot_nbytes
 from engine.report import machine_info
+from engine.speculation.drafters import self_draft_bits
 
 
-def examine() -> dict[str, Any]:
-    """Everything as plain JSON. Builds the kernels if they are not there yet. Raises UsageError as `native` does."""
+def examine(config: EngineConfig | None = None) -> dict[str, Any]:
+    """Everything as plain JSON; with a configuration, the memory that an engine of it would hold, too.
+
+    Builds the kernels if they are not there yet. Raises UsageError as `native` does, and for a configuration
+    ModelError and CheckpointError.
+    """
     machine = machine_info()
-    return {
+    report = {
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -39,6 +48,33 @@ def examine() -> dict[str, Any]:
         },
         "kernels": _kernels(),
         "cache": _cache(cache_directory()),
+    }
+    return report if config is None else report | {"model": _model(config)}
+
+
+def _model(config: EngineConfig) -> dict[str, Any]:
+    """The split of fast memory in bytes, from the checkpoint's headers. KV grows with the text and comes on top."""
+    directory = resolve_directory(config.model)
+    dtype = getattr(torch, config.dtype)
+    table, shared = survey(directory, dtype)
+    shape, bits = table.shape, self_draft_bits(config.draft)
+    slots = config.cache.slots_per_layer(table.experts, table.layers, shape.numel * dtype.itemsize)
+    matrices = (shape.gate_up, shape.down)
+    draft = sum(quantized_nbytes(matrix, bits) for matrix in matrices) if bits is not None else 0
+    memory = {
+        "shared": shared,
+        "draft": table.layers * table.experts * draft,
+        "cache": table.layers * slots * slot_nbytes(shape, dtype),
+    }
+    return {
+        "name": directory.resolve().name,
+        "moe_layers": table.layers,
+        "experts": table.experts,
+        "dtype": config.dtype,
+        "slots_per_layer": slots,
+        "expert_bytes": shape.nbytes,
+        "all_experts_bytes": table.layers * table.experts * shape.numel * dtype.itemsize,
+        "memory": memory | {"total": sum(memory.values())},
     }
 
 
@@ -105,6 +141,14 @@ def format_doctor(report: dict[str, Any]) -> str:
         "cache": f"{cache['directory']}, {_size(cache['used_bytes'])} used, {_size(cache['free_bytes'])} free"
         + ("" if cache["writable"] else "; NOT writable"),
     }
+    if model := report.get("model"):
+        memory = model["memory"]
+        lines["model"] = (
+            f"{model['name']}, {model['moe_layers']} layers × {model['experts']} experts of "
+            f"{_size(model['expert_bytes'])} on disk, {model['slots_per_layer']} slots a layer, {model['dtype']}"
+        )
+        split = ", ".join(f"{part} {_size(memory[part])}" for part in ("shared", "draft", "cache"))
+        lines["fast memory"] = f"{_size(memory['total'])} and the KV cache: {split}"
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines.items())
 

@@ -48,6 +48,28 @@ def load_skeleton(directory: Path, dtype: torch.dtype) -> Skeleton:
     Raises ModelError when the model is no MoE or its experts' layout is unknown, CheckpointError when
     weights are missing. Both happen before anything large is read.
     """
+    model, modules, experts, shared, checkpoint = _survey(directory, dtype)
+    table = _expert_table(model, modules, experts)
+    shared_bytes = _fill(model, checkpoint, shared, dtype, set(modules))
+    return Skeleton(model, list(modules.values()), table, shared_bytes)
+
+
+def survey(directory: Path, dtype: torch.dtype) -> tuple[ExpertTable, int]:
+    """Where the experts lie, and the bytes of all other weights in `dtype`; reads headers only.
+
+    Raises as `load_skeleton` does, but for shared weights that are missing.
+    """
+    model, modules, experts, *_ = _survey(directory, dtype)
+    model.tie_weights()
+    inside = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    shared_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in inside)
+    return _expert_table(model, modules, experts), shared_bytes
+
+
+def _survey(
+    directory: Path, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, torch.nn.Module], dict[str, list], dict[str, str], Checkpoint]:
+    """(model on meta, its experts modules by name, their tensors, shared parameter → tensor name, checkpoint)."""
     model = _build(directory, dtype)
     modules = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not modules:
@@ -58,9 +80,7 @@ def load_skeleton(directory: Path, dtype: torch.dtype) -> Skeleton:
         _check_layout(name, module)
     checkpoint = Checkpoint.open(directory)
     experts, shared = _sort_tensors(model, checkpoint, set(modules))
-    table = _expert_table(model, modules, experts)
-    shared_bytes = _fill(model, checkpoint, shared, dtype, set(modules))
-    return Skeleton(model, list(modules.values()), table, shared_bytes)
+    return model, modules, experts, shared, checkpoint
 
 
 def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -97,3 +97,26 @@ def test_the_cache_is_measured(doctor, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECVIZ_CACHE", str(tmp_path / "not" / "there"))
     cache = doctor()["cache"]
     assert (cache["used_bytes"], cache["exists"], cache["writable"]) == (0, False, True)
+
+
+@pytest.mark.parametrize("name", ("qwen3_moe", "mixtral"))
+@pytest.mark.parametrize(
+    "options", ((), ("--dtype", "bfloat16", "--cache", "3", "--draft", "none"), ("--cache", "50%"))
+)
+def test_the_memory_of_a_model_is_what_its_engine_holds(name: str, options: tuple[str, ...], tiny_model, capsys):
+    model = ["--model", str(tiny_model(name).directory), *options]
+    assert main(["doctor", "--json", *model]) == 0
+    told = json.loads(capsys.readouterr().out)["model"]
+    assert main(["generate", "--json", "--prompt", "Hello", "--max-new-tokens", "2", *model]) == 0
+    held = json.loads(capsys.readouterr().out)["memory"]
+    assert {part: told["memory"][part] for part in ("shared", "draft", "cache")} == {
+        part: held[part] for part in ("shared", "draft", "cache")
+    }
+    assert told["memory"]["total"] == held["total"] - held["kv"]
+    assert main(["doctor", *model]) == 0
+    assert f"{told['experts']} experts" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_run_is_told(dense_model, capsys):
+    assert main(["doctor", "--model", str(dense_model.directory)]) == 1
+    assert "not a Mixture-of-Experts" in capsys.readouterr().err
