@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from engine.bench.timing import Bar, Carousel, Job, Rival
 from engine.kernels.attention import band, chunked_attention, masked_attention
+from engine.kernels.pages import copies
 from engine.machine import last_level_bytes
 
 SDPA = "scaled_dot_product_attention"
@@ -41,17 +42,16 @@ class AttentionSize:
 def attention_jobs(sizes: tuple[AttentionSize, ...], stream_bytes: int) -> Iterator[Job]:
     """Each size with its KV streamed, as a step over all layers finds it, and from cache where one layer fits."""
     for size in sizes:
-        copies = max(1, -(-stream_bytes // size.nbytes))
-        yield _job(size, "streamed", copies)
+        yield _job(size, "streamed", max(1, -(-stream_bytes // size.nbytes)))
         if size.nbytes <= last_level_bytes():
             yield _job(size, "cache-resident", 1)
 
 
-def _job(size: AttentionSize, state: str, copies: int) -> Job:
+def _job(size: AttentionSize, state: str, count: int) -> Job:
     generator = torch.Generator().manual_seed(size.length)
     q = torch.randn(size.batch, size.heads, size.rows, size.dim, generator=generator).bfloat16()
     kv = torch.randn(2, size.batch, size.kv_heads, size.length, size.dim, generator=generator).bfloat16()
-    layers = kv.expand(copies, *kv.shape).contiguous()
+    layers = copies(kv, count)
     carousel = Carousel([(layer[0], layer[1]) for layer in layers])
     slots, starts = torch.arange(size.batch), torch.full((size.batch,), size.length - size.rows)
     mask, scale = band(starts, size.rows, size.length), size.dim**-0.5

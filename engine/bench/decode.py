@@ -11,9 +11,10 @@ from typing import Any
 from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
-from engine.bench.table import at_most, format_bars, format_columns
+from engine.bench.table import at_most, format_bars, format_columns, format_neighbours
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
+from engine.machine import Neighbours
 from engine.offload.emulated import EmulatedLink
 from engine.report import link_info, machine_info
 
@@ -46,6 +47,7 @@ def decode_suite(
     """
     if config.model == RANDOM_MODEL:
         config = dataclasses.replace(config, model=str(random_model(say)))
+    neighbours = Neighbours()
     link: dict[str, Any] | None = None
     rows: list[dict[str, Any]] = []
     kernel_rows: list[dict[str, Any]] = []
@@ -57,7 +59,7 @@ def decode_suite(
         bars += more
     return {
         "suite": "decode",
-        "machine": machine_info(),
+        "machine": machine_info() | {"others_cpu_share": neighbours.share()},
         "model": config.model,
         "dtype": config.dtype,
         "link": link,
@@ -178,7 +180,7 @@ def format_decode(report: dict[str, Any]) -> str:
         lines += [f"link: {report['link']['label']}", "", *_format_rows(report["rows"])]
     if report["kernel_rows"]:
         lines += ["", *format_kernels_decode(report["kernel_rows"])]
-    return "\n".join([*lines, "", *format_bars(report["bars"])])
+    return "\n".join([*lines, "", *format_bars(report["bars"]), *format_neighbours(machine)])
 
 
 def _format_rows(rows: list[dict[str, Any]]) -> list[str]:

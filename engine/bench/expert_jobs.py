@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from engine.bench.timing import Bar, Carousel, Job, Rival
 from engine.kernels.experts import expert_ffn, quantized_moe
+from engine.kernels.pages import copies
 from engine.offload.quantize import FusedInt4Matrix, PlaneMatrix, has_fused_int4, quantize_planes
 
 #: Distinct weight rows of a matrix; the rest repeats them. Bandwidth does not mind, and quantizing takes long.
@@ -124,7 +126,7 @@ def _packed(size: ExpertSize, matrices: list[PlaneMatrix]) -> list[torch.Tensor]
 def _slabs(size: ExpertSize, parts: list[torch.Tensor], stream_bytes: int) -> Layers:
     """Layers of top_k equal experts, each kind of matrix in one piece of memory, at least `stream_bytes` together."""
     layers = _count(sum(part.nbytes for part in parts) * size.top_k, stream_bytes)
-    slabs = [part.expand(layers, size.top_k, *part.shape).contiguous() for part in parts]
+    slabs = [copies(part, layers, size.top_k) for part in parts]
     return Carousel([[slab[layer] for slab in slabs] for layer in range(layers)])
 
 
@@ -228,15 +230,18 @@ def _fused_layers(size: ExpertSize, matrices: list[PlaneMatrix], stream_bytes: i
         scales = _tiled(matrix.scales_and_zeros.transpose(0, 1), rows).transpose(0, 1).contiguous()
         return FusedInt4Matrix(_tiled(matrix.codes(), rows), scales)
 
-    def copy(matrix: FusedInt4Matrix) -> FusedInt4Matrix:
-        other = FusedInt4Matrix.__new__(FusedInt4Matrix)
-        other.__dict__ |= matrix.__dict__ | {"packed": matrix.packed.clone()}
-        other.scales_and_zeros = matrix.scales_and_zeros.clone()
-        return other
-
     expert = [fused(matrix, rows) for matrix, rows in zip(matrices, _heights(size), strict=True)]
     experts = size.top_k * _count(size.top_k * sum(matrix.nbytes for matrix in expert), stream_bytes)
-    return Carousel([[copy(matrix) for matrix in expert] for _ in range(experts)])
+    slabs = [(copies(m.packed, experts), copies(m.scales_and_zeros, experts)) for m in expert]
+
+    def moved(matrix: FusedInt4Matrix, packed: torch.Tensor, scales: torch.Tensor) -> FusedInt4Matrix:
+        other = copy(matrix)
+        other.packed, other.scales_and_zeros = packed, scales
+        return other
+
+    pairs = zip(expert, slabs, strict=True)
+    columns = [[moved(matrix, packed[e], scales[e]) for e in range(experts)] for matrix, (packed, scales) in pairs]
+    return Carousel([list(matrices) for matrices in zip(*columns, strict=True)])
 
 
 def _aten_int4(size: ExpertSize, x: torch.Tensor, pieces: Carousel[list[FusedInt4Matrix]]) -> tuple[Call, int]:

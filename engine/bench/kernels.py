@@ -13,11 +13,11 @@ import torch
 from engine.bench.attention_jobs import AttentionSize, attention_jobs
 from engine.bench.expert_jobs import ExpertSize, plain_jobs, quantized_jobs
 from engine.bench.roof import Roof, give_memory_back, stream_bytes
-from engine.bench.table import at_least, format_bars, format_columns
+from engine.bench.table import at_least, format_bars, format_columns, format_neighbours
 from engine.bench.timing import Bar, Job, best_seconds, largest_difference
 from engine.errors import EngineError
 from engine.kernels.native import Absent, native
-from engine.machine import caches, last_level_bytes
+from engine.machine import Neighbours, caches, last_level_bytes
 from engine.report import machine_info
 
 
@@ -58,6 +58,7 @@ def kernels_suite(sizes: Sizes, threads: int | None, say: Callable[[str], None])
     kernels.set_threads(threads)
     torch.set_num_threads(threads)
     try:
+        neighbours = Neighbours()
         nbytes = sizes.stream_bytes or stream_bytes()
         roof = Roof(kernels, nbytes)
 
@@ -70,6 +71,7 @@ def kernels_suite(sizes: Sizes, threads: int | None, say: Callable[[str], None])
             measured = list(map(measure, _jobs(sizes, nbytes)))
         roof.sample()
         machine = machine_info() | {"kernels": kernels.variant, "caches": caches()}
+        machine |= {"others_cpu_share": neighbours.share()}
     finally:
         torch.set_num_threads(before)
     rows = [row for job in measured for row in job.rows(roof.streamed)]
@@ -190,4 +192,4 @@ def format_kernels(report: dict[str, Any]) -> str:
         f"memory reads {roof['streamed_gbps']:.1f} GB/s over {roof['streamed_bytes'] >> 20} MiB, "
         f"last-level cache {roof['last_level_cache_bytes'] / 2**20:.0f} MiB; best of {report['repeats']}"
     )
-    return "\n".join([head, "", *lines, "", *format_bars(report["bars"])])
+    return "\n".join([head, "", *lines, "", *format_bars(report["bars"]), *format_neighbours(machine)])

@@ -8,6 +8,7 @@ import time
 import torch
 
 from engine.kernels.native import Native
+from engine.kernels.pages import copies
 from engine.machine import available_bytes, last_level_bytes
 
 #: One set of weights stays below this, and below a share of what is free: a job holds up to three of them.
@@ -37,7 +38,7 @@ class Roof:
         self._read = native.library.specviz_read
         self._read.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         self._read.restype = ctypes.c_uint64
-        self._memory = torch.ones(nbytes, dtype=torch.uint8)
+        self._memory = copies(torch.tensor(1, dtype=torch.uint8), nbytes)
         self.streamed = 0.0
 
     def sample(self, passes: int = 3) -> None:

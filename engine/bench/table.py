@@ -35,3 +35,15 @@ def format_columns(cells: list[list[str]], left: int = 1) -> list[str]:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
+
+
+#: From this share of the processor on, figures are not to be trusted.
+DISTURBED = 0.05
+
+
+def format_neighbours(machine: dict[str, Any]) -> list[str]:
+    """A warning where other programs kept the machine busy during the measurements."""
+    share = machine["others_cpu_share"]
+    if share is None or share < DISTURBED:
+        return []
+    return [f"WARNING: other programs used {share:.0%} of the processor meanwhile; run it again on an idle machine."]

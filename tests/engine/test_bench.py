@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine import machine
 from engine.bench import expert_jobs
 from engine.bench import roof as roof_module
 from engine.bench.attention_jobs import AttentionSize, attention_jobs
 from engine.bench.expert_jobs import ExpertSize, plain_jobs, quantized_jobs
 from engine.bench.kernels import Sizes, format_kernels, kernels_suite
 from engine.bench.roof import Roof, stream_bytes
+from engine.bench.table import format_neighbours
 from engine.bench.timing import Rival, best_seconds, largest_difference
 from engine.errors import EngineError
 from engine.kernels.native import Absent, Native, native
+from engine.kernels.pages import allocate, copies
 from engine.machine import available_bytes, caches, last_level_bytes
 
 TINY = Sizes(
@@ -177,6 +181,40 @@ def test_streams_outgrow_the_cache_but_not_the_memory(monkeypatch):
     assert stream_bytes() == 1 << 30
     monkeypatch.setattr(roof_module, "available_bytes", lambda: 1 << 30)
     assert stream_bytes() == int(0.15 * 2**30)
+
+
+def test_neighbours_are_noticed(tmp_path: Path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "_PROC_STAT", stat)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    clock = iter((100.0, 110.0))
+    monkeypatch.setattr(machine.time, "monotonic", lambda: next(clock))
+    own = iter(((1, 1, 0, 0, 0), (8, 2, 0, 0, 0)))  # this process works for 8 seconds more
+    monkeypatch.setattr(machine.os, "times", lambda: os.times_result(next(own)))
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
+    stat.write_text("cpu  1000 0 500 90000 70 0 0 0 0 0\ncpu0 1 2 3\n")
+    neighbours = machine.Neighbours()
+    stat.write_text("cpu  2000 100 900 99000 99 0 0 100 0 0\ncpu0 1 2 3\n")
+    # All cores together 16 seconds of work, 8 of them not ours, of 4 cores × 10 seconds.
+    assert neighbours.share() == pytest.approx(0.2)
+    assert "20 %" in format_neighbours({"others_cpu_share": 0.2})[0].replace("%", " %")
+    assert format_neighbours({"others_cpu_share": 0.01}) == format_neighbours({"others_cpu_share": None}) == []
+
+
+def test_where_the_system_does_not_tell_there_are_no_neighbours(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(machine, "_PROC_STAT", tmp_path / "absent")
+    assert machine.Neighbours().share() is None
+
+
+@pytest.mark.parametrize("shape", ((), (3,), (0, 4), (5, 7, 11), (3, 1 << 20)))
+def test_pages_of_ones_own(shape: tuple[int, ...]):
+    memory = allocate(shape, torch.bfloat16)
+    assert (memory.shape, memory.dtype, memory.is_contiguous()) == (shape, torch.bfloat16, True)
+    values = torch.randn(4, 5)
+    many = copies(values, 2, 3)
+    assert torch.equal(many, values.expand(2, 3, 4, 5))
+    many[0, 0] = 0
+    assert torch.equal(many[1, 2], values)
 
 
 def test_no_kernels_no_bench(monkeypatch):
