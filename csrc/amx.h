@@ -73,7 +73,8 @@ struct Tiles {
             for (int64_t k = depth; k < padded(depth); k++) *at(packed, depth, r, k) = 0;
     }
 
-    // One step of depth: `w` holds weight rows of `stride` elements, `x` the pairs of the first block.
+    // One step of depth: `w` holds weight rows of `stride` elements, `x` the pairs of the first of `Blocks` blocks.
+    // Here and below, a register's number is part of the instruction, so that no loop can count through them.
     template <int Blocks>
     static void step(const Weight* w, int64_t stride, const Element* x, int64_t block) {
         _tile_loadd(4, w, stride * 2);

@@ -213,8 +213,8 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     const std::unique_ptr<float[]> outputs(new float[pairs * hidden]);
     if (pairs && hidden && intermediate)
         specviz::current().experts({type, static_cast<int>(bits), activation_of(op, activation), x.const_data_ptr(),
-                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.get(), n,
-                                    tokens, hidden, intermediate});
+                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.get(), n, tokens,
+                                    hidden, intermediate});
     combine_into(out, type, outputs.get(), weights);
     return out;
 }

@@ -15,8 +15,8 @@ from engine.kernels.build import build
 from engine.kernels.native import Native
 
 HERE = Path(__file__).resolve().parent
-TILES = "-DSPECVIZ_EMULATE_AMX"
-SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g"
+TILES = "-O1 -DSPECVIZ_EMULATE_AMX"
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1"
 
 
 def run_again(flags: str, *selection: str, examples: int, **environment: str) -> None:
@@ -38,7 +38,7 @@ def test_tiles(library: Native) -> None:
     """Everything that is asked of the other variants, of `amx`, with a model of its instructions in software."""
     if "avx512bf16" not in library.variants:
         pytest.skip("the emulated variant needs AVX-512 with bfloat16")
-    run_again(TILES, "-k", "amx or tiles", examples=12)
+    run_again(TILES, "-k", "amx or tiles", examples=10)
 
 
 def test_no_sanitizer_finds_anything(library: Native) -> None:
