@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from kernel_cases import VARIANTS
 
 from engine.kernels import native as native_module
@@ -14,6 +15,16 @@ from engine.kernels.native import Absent, Native, native
 
 #: A library to test instead of the one that `native()` builds: test_instrumented.py runs these tests again with it.
 OTHER_LIBRARY = os.environ.get("SPECVIZ_TEST_LIBRARY")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_on_one_thread() -> Iterator[None]:
+    """The references are many small operations, whose threads wait for each other in busy loops: on two cores that
+    others use as well, 0.2 seconds of them became 16."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

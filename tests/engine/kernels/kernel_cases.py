@@ -41,7 +41,10 @@ few_examples = settings(
 # Around every tile of rows, and more than one product takes.
 row_counts = st.sampled_from([*range(1, 18), 64, 65, 130])
 # Multiples of no vector, group, tile or depth block, but for 64.
-sizes = st.sampled_from([1, 7, 31, 33, 64, 100, 1030])
+SIZES = (1, 7, 31, 33, 64, 100, 1030)
+sizes = st.sampled_from(SIZES)
+#: (hidden, intermediate) of experts: every pair, but for the largest with itself.
+expert_sizes = st.sampled_from([(h, i) for h in SIZES for i in SIZES if h * i <= 1030 * 100])
 seeds = st.integers(0, 2**32)
 
 

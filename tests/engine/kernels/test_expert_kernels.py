@@ -15,6 +15,7 @@ from kernel_cases import (
     Bounded,
     Experts,
     choice,
+    expert_sizes,
     few_examples,
     grouped,
     random,
@@ -34,19 +35,18 @@ Mix = tuple[int, int, "int | None"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@given(seed=seeds, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes, activation=activations)
+@given(seed=seeds, rows=row_counts, shape=expert_sizes, mix=mixes, activation=activations)
 @few_examples
 def test_experts_are_within_the_bound(
     variant: str,
     dtype: torch.dtype,
     seed: int,
     rows: int,
-    hidden: int,
-    intermediate: int,
+    shape: tuple[int, int],
     mix: Mix,
     activation: str,
 ) -> None:
-    count, top_k, only = mix
+    (hidden, intermediate), (count, top_k, only) = shape, mix
     experts = Experts.random(seed, count, hidden, intermediate, dtype)
     x, index = random(seed, rows, hidden, dtype=dtype), choice(seed, rows, top_k, count, only=only)
     found = experts.run(x, index, activation)
@@ -56,7 +56,7 @@ def test_experts_are_within_the_bound(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@given(seed=seeds, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes, threads=st.integers(1, 3))
+@given(seed=seeds, rows=row_counts, shape=expert_sizes, mix=mixes, threads=st.integers(1, 3))
 @few_examples
 def test_a_row_does_not_depend_on_its_company(
     variant: str,
@@ -64,12 +64,11 @@ def test_a_row_does_not_depend_on_its_company(
     dtype: torch.dtype,
     seed: int,
     rows: int,
-    hidden: int,
-    intermediate: int,
+    shape: tuple[int, int],
     mix: Mix,
     threads: int,
 ) -> None:
-    count, top_k, only = mix
+    (hidden, intermediate), (count, top_k, only) = shape, mix
     experts = Experts.random(seed, count, hidden, intermediate, dtype)
     x, index = random(seed, rows, hidden, dtype=dtype), choice(seed, rows, top_k, count, only=only)
     library.set_threads(threads)

@@ -38,7 +38,8 @@ def test_tiles(library: Native) -> None:
     """Everything that is asked of the other variants, of `amx`, with a model of its instructions in software."""
     if "avx512bf16" not in library.variants:
         pytest.skip("the emulated variant needs AVX-512 with bfloat16")
-    run_again(TILES, "-k", "amx or tiles", examples=10)
+    # Attention uses no tiles.
+    run_again(TILES, "-k", "amx or tiles", f"--ignore={HERE / 'test_attention_kernel.py'}", examples=10)
 
 
 def test_no_sanitizer_finds_anything(library: Native) -> None:

@@ -16,12 +16,12 @@ from kernel_cases import (
     Bounded,
     QuantizedExperts,
     choice,
+    expert_sizes,
     few_examples,
     random,
     row_counts,
     same_bits,
     seeds,
-    sizes,
     some_rows,
 )
 
@@ -39,8 +39,7 @@ Mix = tuple[int, int, "int | None"]
     seed=seeds,
     dtype=dtypes,
     rows=row_counts,
-    hidden=sizes,
-    intermediate=sizes,
+    shape=expert_sizes,
     mix=mixes,
     activation=st.sampled_from(sorted(ACTIVATIONS)),
 )
@@ -51,12 +50,11 @@ def test_it_is_within_the_bound(
     seed: int,
     dtype: torch.dtype,
     rows: int,
-    hidden: int,
-    intermediate: int,
+    shape: tuple[int, int],
     mix: Mix,
     activation: str,
 ) -> None:
-    count, top_k, only = mix
+    (hidden, intermediate), (count, top_k, only) = shape, mix
     experts = QuantizedExperts.random(seed, bits, count, hidden, intermediate)
     x, index = random(seed, rows, hidden, dtype=dtype), choice(seed, rows, top_k, count, only=only)
     weights = random(seed + 1, rows, top_k)
@@ -76,13 +74,13 @@ def test_it_is_within_the_bound(
 
 
 @pytest.mark.parametrize("bits", BITS)
-@given(seed=seeds, dtype=dtypes, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes)
+@given(seed=seeds, dtype=dtypes, rows=row_counts, shape=expert_sizes, mix=mixes)
 @few_examples
 def test_it_equals_bfloat16_experts_with_the_weights_that_the_codes_stand_for(
-    variant: str, bits: int, seed: int, dtype: torch.dtype, rows: int, hidden: int, intermediate: int, mix: Mix
+    variant: str, bits: int, seed: int, dtype: torch.dtype, rows: int, shape: tuple[int, int], mix: Mix
 ) -> None:
     """To the last bit, so that no single code can be wrong: both go through the same products."""
-    count, top_k, only = mix
+    (hidden, intermediate), (count, top_k, only) = shape, mix
     experts = QuantizedExperts.random(seed, bits, count, hidden, intermediate)
     x, index = random(seed, rows, hidden, dtype=dtype), choice(seed, rows, top_k, count, only=only)
     weights = random(seed + 1, rows, top_k)
@@ -91,9 +89,7 @@ def test_it_equals_bfloat16_experts_with_the_weights_that_the_codes_stand_for(
 
 
 @pytest.mark.parametrize("bits", BITS)
-@given(
-    seed=seeds, dtype=dtypes, rows=row_counts, hidden=sizes, intermediate=sizes, mix=mixes, threads=st.integers(1, 3)
-)
+@given(seed=seeds, dtype=dtypes, rows=row_counts, shape=expert_sizes, mix=mixes, threads=st.integers(1, 3))
 @few_examples
 def test_a_row_does_not_depend_on_its_company(
     variant: str,
@@ -102,12 +98,11 @@ def test_a_row_does_not_depend_on_its_company(
     seed: int,
     dtype: torch.dtype,
     rows: int,
-    hidden: int,
-    intermediate: int,
+    shape: tuple[int, int],
     mix: Mix,
     threads: int,
 ) -> None:
-    count, top_k, only = mix
+    (hidden, intermediate), (count, top_k, only) = shape, mix
     experts = QuantizedExperts.random(seed, bits, count, hidden, intermediate)
     x, index = random(seed, rows, hidden, dtype=dtype), choice(seed, rows, top_k, count, only=only)
     weights = random(seed + 1, rows, top_k)
