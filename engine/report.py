@@ -36,7 +36,7 @@ def run_start(engine: Engine, run: Run) -> events.RunStart:
         t=0,
         schema=events.SCHEMA_VERSION,
         model=model_info(engine),
-        machine=machine_info() | {"kernels": engine.kernels},
+        machine=machine_info() | {"threads": engine.loaded.threads, "kernels": engine.kernels},
         link=link_info(engine),
         config=config_info(engine, run),
         memory=memory_info(engine, run.batch.cache),

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
 from engine.bench.table import at_most, format_bars, format_columns, format_neighbours
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
+from engine.kernels.native import Native, native
 from engine.machine import Neighbours
 from engine.offload.emulated import EmulatedLink
 from engine.report import link_info, machine_info
@@ -59,7 +62,7 @@ def decode_suite(
         bars += more
     return {
         "suite": "decode",
-        "machine": machine_info() | {"others_cpu_share": neighbours.share()},
+        "machine": machine_info() | {"threads": _threads(), "others_cpu_share": neighbours.share()},
         "model": config.model,
         "dtype": config.dtype,
         "link": link,
@@ -69,6 +72,12 @@ def decode_suite(
         "kernel_rows": kernel_rows,
         "bars": bars,
     }
+
+
+def _threads() -> int:
+    """Threads that computed: the kernels leave one to torch."""
+    kernels = native()
+    return max(torch.get_num_threads(), kernels.threads if isinstance(kernels, Native) else 1)
 
 
 def _equal_memory(

@@ -22,7 +22,7 @@ from engine.model.checkpoint import resolve_directory
 
 TRANSFORMERS = "transformers generate"
 #: In this order they are switched on, one after the other.
-ORDER = ("linear", "experts", "attention", "draft")
+ORDER = ("experts", "linear", "attention", "draft")
 SPECULATION_K = 4
 #: From this size on, decoding is work and not overhead, and the bar counts.
 LARGE_MODEL_BYTES = 10**9
@@ -64,12 +64,13 @@ def kernels_decode(
     """
     outcomes: dict[str, Outcome] = {}
     settings = _settings(config)
-    nbytes = 0
+    nbytes, threads = 0, 1
     for repeat in range(repeats):
         for setting in settings:
             say(f"kernels, run {repeat + 1} of {repeats}: {setting.name}")
-            nbytes = _run_engine(config, setting, max_new_tokens, outcomes.setdefault(setting.name, Outcome()))
+            nbytes, threads = _run_engine(config, setting, max_new_tokens, outcomes.setdefault(setting.name, Outcome()))
         say(f"kernels, run {repeat + 1} of {repeats}: {TRANSFORMERS}")
+        torch.set_num_threads(threads)
         _run_transformers(config, max_new_tokens, outcomes.setdefault(TRANSFORMERS, Outcome()))
     rows = _rows(settings, outcomes)
     return rows, _bars(settings, outcomes, rows, nbytes)
@@ -86,8 +87,8 @@ def _settings(config: EngineConfig) -> list[Setting]:
     return settings
 
 
-def _run_engine(config: EngineConfig, setting: Setting, max_new_tokens: int, outcome: Outcome) -> int:
-    """Add one pass over all prompts; returns the bytes of the model's weights."""
+def _run_engine(config: EngineConfig, setting: Setting, max_new_tokens: int, outcome: Outcome) -> tuple[int, int]:
+    """Add one pass over all prompts; returns the bytes of the model's weights, and the threads that computed."""
     engine = Engine.load(
         dataclasses.replace(
             config,
@@ -109,7 +110,7 @@ def _run_engine(config: EngineConfig, setting: Setting, max_new_tokens: int, out
             outcome.rounds += result["rounds"]
             outcome.ids[prompt] = result["token_ids"]
         memory = result["memory"]
-        return memory["shared"] + memory["cache"]
+        return memory["shared"] + memory["cache"], engine.loaded.threads
     finally:
         engine.close()
         del engine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.pages import LARGE, copies
+
 # What makes another weight of a weight: a router that computes in float32 casts its own first.
 _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.bfloat16)
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -38,8 +40,12 @@ def use_kernels(model: torch.nn.Module) -> None:
             if parameter.dtype not in _DTYPES:
                 continue
             if id(parameter) not in replaced:
-                replaced[id(parameter)] = KernelWeight(parameter.data, requires_grad=False)
+                replaced[id(parameter)] = KernelWeight(_in_large_pages(parameter.data), requires_grad=False)
             module._parameters[name] = replaced[id(parameter)]
+
+
+def _in_large_pages(weight: torch.Tensor) -> torch.Tensor:
+    return copies(weight) if weight.nbytes >= LARGE else weight
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -49,6 +49,11 @@ class Native:
                 f"no kernel variant {variant!r} runs on this machine: use one of {', '.join(self.variants)}"
             )
 
+    @property
+    def threads(self) -> int:
+        """How many threads compute."""
+        return int(self.library.specviz_threads())
+
     def set_threads(self, threads: int) -> None:
         """How many threads the kernels share, the caller's included."""
         self.library.specviz_set_threads(threads)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from engine.kernels.experts import quantized_moe
+from engine.kernels.pages import allocate
 from engine.model.layout import ExpertShape
 from engine.model.seams import ExpertsModule
 from engine.offload.groups import RowGroups
@@ -83,5 +84,5 @@ class KernelDraftLayer(DraftLayer):
 def _room(experts: int, shape: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of matrices `shape` (out, in), as `quantized_moe` takes them."""
     rows, groups = shape[0], -(-shape[1] // GROUP)
-    codes = torch.empty(experts, rows, groups, GROUP * bits // 8, dtype=torch.uint8)
-    return codes, torch.empty(experts, rows, groups, 2, dtype=torch.bfloat16)
+    codes = allocate((experts, rows, groups, GROUP * bits // 8), torch.uint8)
+    return codes, allocate((experts, rows, groups, 2), torch.bfloat16)

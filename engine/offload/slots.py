@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.pages import allocate
 from engine.model.layout import ExpertShape
 from engine.offload.source import PAGE
 from engine.offload.transfer import Transfer
@@ -35,7 +35,7 @@ class Slot:
     @classmethod
     def allocate(cls, shape: ExpertShape, dtype: torch.dtype) -> Slot:
         """A page-aligned slot. Its pages go back to the system as soon as nobody refers to it."""
-        flat = torch.frombuffer(mmap.mmap(-1, slot_nbytes(shape, dtype)), dtype=dtype, count=shape.numel)
+        flat = allocate((shape.numel,), dtype)
         return cls(flat, *shape.views(flat))
 
     @property

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import cache_directory
 from engine.errors import BudgetError, Cancelled, CheckpointError
 from engine.offload import pack as pack_module
-from engine.config import cache_directory
 from engine.offload.pack import Pack, open_pack
 from engine.offload.source import PAGE
 
