@@ -49,8 +49,12 @@ struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int> inside{0};
 
-    void work() {
-        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, task);
+    // A few tasks at a time, so that threads seldom meet at the counter, but enough shares for late ones to have some.
+    void work(int threads) {
+        const int64_t share = tasks / (8 * threads) + 1;
+        for (int64_t task; (task = next.fetch_add(share, std::memory_order_relaxed)) < tasks;)
+            for (const int64_t end = task + share < tasks ? task + share : tasks; task < end; task++)
+                body(context, task);
     }
 };
 
@@ -82,7 +86,7 @@ class Pool {
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
-        job.work();
+        job.work(size());
         {
             // Nobody enters from here on: a worker that slept through the job must not touch a dead one.
             std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +118,7 @@ class Pool {
                 if (job) job->inside.fetch_add(1, std::memory_order_relaxed);
             }
             if (!job) continue;
-            job->work();
+            job->work(size());
             if (job->inside.fetch_sub(1, std::memory_order_acq_rel) == 1) {
                 // The caller may be gone with the job after this; only the pool is touched.
                 std::lock_guard<std::mutex> lock(mutex_);
