@@ -60,6 +60,10 @@ def displayed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 def sample(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """One token from each row of probs (batch, vocab) → (batch,)."""
+    # At temperature 0 nothing is left to chance, and a draw over 49,152 tokens would take a millisecond.
+    most, token = probs.max(-1)
+    if bool((most == 1).all()):
+        return token
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
 
 
