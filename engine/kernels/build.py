@@ -70,7 +70,11 @@ def build(extra: Sequence[str] = ()) -> Path:
 
 def compiler() -> str:
     """The C++ compiler: $CXX, else g++, else c++. Raises BuildError when there is none."""
-    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if named := os.environ.get("CXX"):
+        if found := shutil.which(named):
+            return found
+        raise BuildError(f"there is no compiler {named} (CXX names it)")
+    found = shutil.which("g++") or shutil.which("c++")
     if found is None:
         raise BuildError("there is no C++ compiler: install g++ (apt-get install g++)")
     return found
@@ -107,20 +111,24 @@ def _compile(work: Path, extra: Sequence[str]) -> None:
 
 
 def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} could not run: {error}") from error
+    done = _call(command)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{command[0]} failed: {errors[0] if errors else f'exit status {done.returncode}'}")
 
 
 def _accepts(flags: Sequence[str]) -> bool:
-    command = [compiler(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]
-    return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S).returncode == 0
+    return _call([compiler(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]).returncode == 0
 
 
 def _compiler_version() -> str:
-    command = [compiler(), "--version"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    return _call([compiler(), "--version"]).stdout
+
+
+def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT_S} s") from error
+    except OSError as error:
+        raise BuildError(f"{command[0]} could not run: {error.strerror}") from error

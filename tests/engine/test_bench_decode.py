@@ -50,8 +50,8 @@ def test_both_tables_in_one_report(report: dict):
         assert [row["kernels"] for row in engines] == [[], []]
         return
     assert [(row["k"], row["kernels"]) for row in engines] == [
-        (0, []), (0, ["linear"]), (0, ["linear", "experts"]), (0, ["linear", "experts", "attention"]),
-        (4, []), (4, ["linear"]), (4, ["linear", "experts"]), (4, ["linear", "experts", "attention"]), (4, list(ORDER)),
+        *((0, list(ORDER[:n])) for n in range(4)),
+        *((4, list(ORDER[:n])) for n in range(5)),
     ]  # fmt: skip
 
 

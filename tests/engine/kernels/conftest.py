@@ -28,16 +28,16 @@ def torch_on_one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def library(cache_directory: Path) -> Iterator[Native]:
+def library(cache_directory: Path) -> Native:
     """The library, whatever SPECVIZ_KERNELS says; built here if need be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECVIZ_KERNELS", "auto")
         if OTHER_LIBRARY:
             patch.setattr(native_module, "build", lambda: Path(OTHER_LIBRARY))
         found = native()
-        if isinstance(found, Absent):
-            pytest.skip(f"no compiled kernels: {found.reason}")
-        yield found
+    if isinstance(found, Absent):
+        pytest.skip(f"no compiled kernels: {found.reason}")
+    return found
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
