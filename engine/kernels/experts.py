@@ -84,3 +84,39 @@ def quantized_moe(
         x.contiguous(), *gate_up, *down, index.contiguous(), weights.float().contiguous(), bits, activation,
         intermediate,
     )  # fmt: skip
+
+
+def quantized_moe_reference(
+    x: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    bits: int,
+    activation: str,
+) -> torch.Tensor:
+    """`quantized_moe` in torch."""
+    hidden, (experts, double) = x.shape[1], gate_up[0].shape[:2]
+    wide = [dequantize(*gate_up, expert, hidden, bits) for expert in range(experts)]
+    narrow = [dequantize(*down, expert, double // 2, bits) for expert in range(experts)]
+    slots = index.flatten().argsort(stable=True)
+    offsets = F.pad(torch.bincount(index.flatten(), minlength=experts).cumsum(0), (1, 0))
+    out = torch.empty(index.numel(), hidden)
+    expert_ffn_reference(x.bfloat16(), wide, narrow, offsets, slots // index.shape[1], slots, out, activation)
+    return combine_reference(out.view(*index.shape, hidden), weights, x)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, expert: int, columns: int, bits: int) -> torch.Tensor:
+    """One expert's matrix `(rows, columns)` in bfloat16: (code − 2^(bits − 1)) · scale + zero, rounded once.
+
+    In a group's bytes a plane of w bits has in byte j the codes j, j + 4w, j + 8w, …; for 3 bits, a plane of the two
+    low bits comes before one of the high bit.
+    """
+    values, shift, at = torch.zeros(*codes.shape[1:3], 32), 0, 0
+    for width in (2, 1) if bits == 3 else (bits,):
+        plane = codes[expert, :, :, at : at + 4 * width].int()
+        parts = [(plane >> (part * width)) & (2**width - 1) for part in range(8 // width)]
+        values += torch.cat(parts, dim=-1) << shift
+        shift, at = shift + width, at + 4 * width
+    scale, zero = scales[expert].float().split(1, dim=-1)
+    return ((values - 2 ** (bits - 1)) * scale + zero).flatten(1)[:, :columns].bfloat16()

@@ -188,5 +188,5 @@ def _random_matrix(seed: int, bits: int, rows: int, columns: int) -> PlaneMatrix
 
 
 def _stacked(matrices: list[PlaneMatrix]) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.stack([torch.cat(matrix.planes, -1) for matrix in matrices])
-    return codes, torch.stack([matrix.scales_and_zeros.transpose(0, 1) for matrix in matrices]).contiguous()
+    codes, scales = zip(*(matrix.packed() for matrix in matrices), strict=True)
+    return torch.stack(codes), torch.stack(scales)
