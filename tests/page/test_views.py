@@ -52,7 +52,10 @@ def test_states_legend_and_detail(open_page):
     rounds = events("draft4", "round")
     for state in ("accepted", "corrected", "bonus"):
         count = sum(token["state"] == state for round in rounds for token in round["tokens"])
-        assert page.locator(f".sv-text .sv-{state}").count() == count
+        # The strip is drawn with the next frame.
+        page.wait_for_function(
+            "([state, n]) => document.querySelectorAll(`.sv-text .sv-${state}`).length === n", arg=[state, count]
+        )
     page.locator(".sv-text .sv-accepted").first.hover()
     first = rounds[0]["tokens"][0]
     detail = page.locator(".sv-detail").inner_text()
