@@ -58,6 +58,29 @@ bool has_amx() {
 }
 #endif
 
+#if defined(SPECVIZ_WITH_amx)
+// Whether a variant multiplies as `portable` does. The factors are small integers, so that every sum is exact. Asked of
+// tiles, which were developed on a model of them in software: if the real ones disagree, they are not used.
+bool agrees(const Kernels& kernels) {
+    constexpr int64_t kRows = 19, kDepth = 70, kOutputs = 37;
+    static uint16_t x[kRows * kDepth], weight[kOutputs * kDepth];
+    static uint16_t expected[kRows * kOutputs], found[kRows * kOutputs];
+    const auto integer = [](int64_t n) {
+        const float value = static_cast<float>(n % 13 - 6);
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        return static_cast<uint16_t>(bits >> 16);
+    };
+    for (int64_t i = 0; i < kRows * kDepth; i++) x[i] = integer(7 * i);
+    for (int64_t i = 0; i < kOutputs * kDepth; i++) weight[i] = integer(5 * i + i / kDepth);
+    LinearArgs args{Type::bf16, x, weight, nullptr, expected, kRows, kDepth, kOutputs};
+    kernels_portable.linear(args);
+    args.out = found;
+    kernels.linear(args);
+    return std::memcmp(expected, found, sizeof found) == 0;
+}
+#endif
+
 struct Variant {
     const Kernels* kernels;
     bool supported;
@@ -76,7 +99,7 @@ const Variant variants[] = {
     {&kernels_avx512bf16, has_avx512bf16()},
 #endif
 #if defined(SPECVIZ_WITH_amx)
-    {&kernels_amx, has_amx()},
+    {&kernels_amx, has_amx() && agrees(kernels_amx)},
 #endif
 };
 constexpr int kVariants = sizeof variants / sizeof variants[0];
