@@ -18,7 +18,7 @@ constexpr int64_t kTaskRows = 32;
 
 // Whether a second thread would help: reading so many weights, or multiplying each with so many activation rows,
 // takes longer than waking it.
-inline bool worthwhile(int64_t weights, int64_t rows) { return weights > 200'000 || weights * rows > 1'500'000; }
+inline bool worthwhile(int64_t weights, int64_t rows) { return weights > 400'000 || weights * rows > 1'500'000; }
 
 // A weight matrix (rows, depth), plain or quantized.
 struct Weights {
