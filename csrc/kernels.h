@@ -49,7 +49,7 @@ struct ExpertsArgs {
     const int64_t* rows;     // (pairs)
     const int64_t* slots;    // (pairs)
     float* out;              // (slots, hidden)
-    int64_t n_experts, n_rows, hidden, intermediate;
+    int64_t n_experts, hidden, intermediate;
 };
 
 // out (rows, hidden) = Σ over position of weights (rows, top_k) · outputs (rows, top_k, hidden), in that order.

@@ -136,8 +136,8 @@ void expert_ffn(const Tensor& x, const std::vector<Tensor>& gate_up, const std::
     const int64_t* starts = check_offsets(op, offsets, n, pairs);
     if (pairs && hidden && intermediate)
         specviz::current().experts({type, 0, activation_of(op, activation), x.const_data_ptr(), experts.data(), starts,
-                                    row_values, slot_values, static_cast<float*>(out.mutable_data_ptr()), n, x.size(0),
-                                    hidden, intermediate});
+                                    row_values, slot_values, static_cast<float*>(out.mutable_data_ptr()), n, hidden,
+                                    intermediate});
 }
 
 // Σ over position, in order; outputs (rows, top_k, hidden) float32, weights (rows, top_k) float32.
@@ -213,8 +213,8 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     const std::unique_ptr<float[]> outputs(new float[pairs * hidden]);
     if (pairs && hidden && intermediate)
         specviz::current().experts({type, static_cast<int>(bits), activation_of(op, activation), x.const_data_ptr(),
-                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.get(), n, tokens,
-                                    hidden, intermediate});
+                                    experts.data(), offsets.data(), rows.data(), slots.data(), outputs.get(), n, hidden,
+                                    intermediate});
     combine_into(out, type, outputs.get(), weights);
     return out;
 }

@@ -26,11 +26,11 @@ inline void unpack_plane(const uint8_t* plane, uint8_t* codes) {
 template <int Bits>
 inline void unpack_group(const uint8_t* group, uint8_t* codes) {
     std::memset(codes, 0, kGroup);
-    if (Bits == 3) {
+    if constexpr (Bits == 3) {
         unpack_plane<2, 0>(group, codes);
         unpack_plane<1, 2>(group + 8, codes);
     } else {
-        unpack_plane<Bits == 3 ? 8 : Bits, 0>(group, codes);
+        unpack_plane<Bits, 0>(group, codes);
     }
 }
 
@@ -72,24 +72,27 @@ inline __m512i spread(const uint8_t* group) {
     }
 }
 
+// Pairs (code − 2^(Bits − 1), 1) for codes 0 … 15.
+template <int Bits>
+struct CodePairs {
+    alignas(64) uint16_t of[32];
+
+    constexpr CodePairs() : of() {
+        for (int code = 0; code < 16; code++) {
+            of[2 * code] = bf16_integer(code - (1 << (Bits - 1)));
+            of[2 * code + 1] = bf16_integer(1);
+        }
+    }
+};
+
 // The 16 values that codes of up to 4 bits stand for, as float32. The instruction that multiplies pairs of bfloat16
 // numbers computes code · scale + 1 · zero at once, rounded once: products of bfloat16 numbers are exact in float32.
 template <int Bits>
 inline __m512 values(const uint16_t* scale_and_zero) {
-    constexpr uint16_t kOne = 0x3f80;
-    alignas(64) static const uint16_t codes[32] = {
-        bf16_integer(0 - (1 << (Bits - 1))),  kOne, bf16_integer(1 - (1 << (Bits - 1))),  kOne,
-        bf16_integer(2 - (1 << (Bits - 1))),  kOne, bf16_integer(3 - (1 << (Bits - 1))),  kOne,
-        bf16_integer(4 - (1 << (Bits - 1))),  kOne, bf16_integer(5 - (1 << (Bits - 1))),  kOne,
-        bf16_integer(6 - (1 << (Bits - 1))),  kOne, bf16_integer(7 - (1 << (Bits - 1))),  kOne,
-        bf16_integer(8 - (1 << (Bits - 1))),  kOne, bf16_integer(9 - (1 << (Bits - 1))),  kOne,
-        bf16_integer(10 - (1 << (Bits - 1))), kOne, bf16_integer(11 - (1 << (Bits - 1))), kOne,
-        bf16_integer(12 - (1 << (Bits - 1))), kOne, bf16_integer(13 - (1 << (Bits - 1))), kOne,
-        bf16_integer(14 - (1 << (Bits - 1))), kOne, bf16_integer(15 - (1 << (Bits - 1))), kOne,
-    };
+    static constexpr CodePairs<Bits> kPairs;
     int32_t pair;
     std::memcpy(&pair, scale_and_zero, 4);
-    return _mm512_dpbf16_ps(_mm512_setzero_ps(), load<__m512bh>(codes), (__m512bh)_mm512_set1_epi32(pair));
+    return _mm512_dpbf16_ps(_mm512_setzero_ps(), load<__m512bh>(kPairs.of), (__m512bh)_mm512_set1_epi32(pair));
 }
 
 // A group as 32 bfloat16 weights. Up to 4 bits a weight there are at most 16 values: they are computed once, and

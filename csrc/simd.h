@@ -61,12 +61,6 @@ inline uint16_t to_bf16(float x) {
 
 inline vf widen(vh bf16) { return (vf)(__builtin_convertvector(bf16, vu) << 16); }
 
-// Each lane rounded to bfloat16 and kept as a float. Finite values only.
-inline vf round_to_bf16(vf x) {
-    vu bits = (vu)x;
-    return (vf)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
-}
-
 inline vh narrow(vf x) {
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -147,19 +147,18 @@ class QuantizedExpert:
         return self.gate_up.nbytes + self.down.nbytes
 
 
-def quantize(weight: torch.Tensor, bits: int, *, fused: bool = True) -> QuantizedMatrix:
+def quantize(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
     """Quantize `weight (out, in)` to `bits` (8, 4, 3 or 2) bits a weight, in the form that torch computes best with.
 
-    `fused` False keeps 4-bit codes in planes even where torch has a fused product. Raises ValueError for
-    other numbers of bits.
+    Raises ValueError for other numbers of bits.
     """
-    if bits == 4 and fused and has_fused_int4():
+    if bits == 4 and has_fused_int4():
         return FusedInt4Matrix(*encode(weight, bits))
     return quantize_planes(weight, bits)
 
 
 def quantize_planes(weight: torch.Tensor, bits: int) -> PlaneMatrix:
-    """The same in planes, which the compiled kernels read."""
+    """The same in planes at any number of bits, which the compiled kernels read."""
     codes, scales_and_zeros = encode(weight, bits)
     return PlaneMatrix(codes, bits, scales_and_zeros)
 

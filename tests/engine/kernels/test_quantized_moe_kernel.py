@@ -26,7 +26,7 @@ from kernel_cases import (
 )
 
 from engine.kernels.native import Native
-from engine.offload.quantize import quantize
+from engine.offload.quantize import quantize_planes
 
 dtypes = st.sampled_from(DTYPES)
 thread_counts = st.integers(1, 3)
@@ -119,7 +119,7 @@ def test_it_takes_what_the_draft_stores(variant: str, bits: int) -> None:
     """Weights through `quantize`: within the loss of the bits, the experts do what they did before."""
     hidden, intermediate = 96, 64
     gate_up, down = random(0, 2 * intermediate, hidden, scale=0.1), random(1, hidden, intermediate, scale=0.1)
-    up, back = (quantize(weight, bits, fused=False) for weight in (gate_up, down))
+    up, back = (quantize_planes(weight, bits) for weight in (gate_up, down))
     x, index = random(2, 5, hidden), torch.zeros(5, 1, dtype=torch.int64)
     found = torch.ops.specviz.quantized_moe(
         *(x, torch.cat(up.planes, -1)[None], up.scales_and_zeros.transpose(0, 1)[None].contiguous()),

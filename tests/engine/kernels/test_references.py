@@ -7,7 +7,7 @@ import torch
 from kernel_cases import ACTIVATIONS, BITS, DTYPES, Experts, QuantizedExperts, choice, grouped, random
 
 from engine.kernels import experts as kernels
-from engine.offload.quantize import quantize
+from engine.offload.quantize import quantize_planes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,7 +38,7 @@ def test_quantized_experts(variant: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_layout_of_codes_is_that_of_quantize(bits: int) -> None:
-    matrix = quantize(random(9, 12, 100), bits, fused=False)
+    matrix = quantize_planes(random(9, 12, 100), bits)
     codes, scales = matrix.packed()
     assert torch.equal(kernels.dequantize(codes[None], scales[None], 0, 100, bits), matrix.dequantize(torch.bfloat16))
 

@@ -9,6 +9,7 @@ from engine.offload.quantize import (
     has_fused_int4,
     quantize,
     quantize_expert,
+    quantize_planes,
     quantized_nbytes,
 )
 
@@ -99,7 +100,7 @@ def test_linear_multiplies_by_the_dequantized_matrix(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fused_and_plane_forms_hold_the_same_codes(shape: tuple[int, int]) -> None:
     weight = matrix(shape)
-    fused, planes = quantize(weight, 4), quantize(weight, 4, fused=False)
+    fused, planes = quantize(weight, 4), quantize_planes(weight, 4)
     assert isinstance(fused, FusedInt4Matrix) and isinstance(planes, PlaneMatrix)
     assert torch.equal(fused.codes(), planes.codes())
     assert torch.equal(fused.dequantize(torch.float32), planes.dequantize(torch.float32))
