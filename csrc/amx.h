@@ -52,8 +52,9 @@ struct Tiles {
     using Element = uint16_t;
     using Acc = float;
     static constexpr int kRows = 16;
-    static constexpr int64_t kColumns = 16;  // activation rows of one tile
-    static constexpr int64_t kStep = 32;     // terms of one instruction
+    static constexpr int64_t kAloneRows = 0;  // a tile takes all of its weight rows at once
+    static constexpr int64_t kColumns = 16;   // activation rows of one tile
+    static constexpr int64_t kStep = 32;      // terms of one instruction
 
     static Element element(float x) { return to_bf16(x); }
     static int64_t padded(int64_t depth) { return (depth + kStep - 1) / kStep * kStep; }

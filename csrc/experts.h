@@ -46,21 +46,24 @@ inline void product(const Weights& weights, int64_t first, int64_t n, const type
     const int64_t scales_ahead = ahead(4 * groups, Unit::kRows);
     const int64_t plain_ahead = weights.bits == 0 ? ahead(depth * sizeof(Weight), Unit::kRows) : 0;
     for (int64_t i = 0; i < n; i += Unit::kRows) {
-        const int count = static_cast<int>(least(Unit::kRows, n - i));
-        for (int64_t begin = 0; begin < depth; begin += kDepthBlock) {
-            const int64_t part = least(kDepthBlock, depth - begin);
-            for (int j = 0; j < count; j++) {
-                if (weights.bits == 0) {
-                    w[j] = static_cast<const Weight*>(weights.data) + (first + i + j) * depth + begin;
-                } else if constexpr (sizeof(Weight) == 2) {
-                    const int64_t at = (first + i + j) * groups + begin / kGroup;
-                    dequantize(static_cast<const uint8_t*>(weights.data) + at * group_bytes(weights.bits),
-                               weights.scales + 2 * at, weights.bits, (part + kGroup - 1) / kGroup, codes_ahead,
-                               scales_ahead, block + j * kDepthBlock);
-                    w[j] = block + j * kDepthBlock;
+        const int count = static_cast<int>(least(Unit::kRows, n - i)), together = rows > Unit::kAloneRows ? count : 1;
+        for (int j = 0; j < count; j += together) {
+            for (int64_t begin = 0; begin < depth; begin += kDepthBlock) {
+                const int64_t part = least(kDepthBlock, depth - begin);
+                for (int t = 0; t < together; t++) {
+                    const int64_t row = first + i + j + t;
+                    if (weights.bits == 0) {
+                        w[t] = static_cast<const Weight*>(weights.data) + row * depth + begin;
+                    } else if constexpr (sizeof(Weight) == 2) {
+                        const int64_t at = row * groups + begin / kGroup;
+                        dequantize(static_cast<const uint8_t*>(weights.data) + at * group_bytes(weights.bits),
+                                   weights.scales + 2 * at, weights.bits, (part + kGroup - 1) / kGroup, codes_ahead,
+                                   scales_ahead, block + t * kDepthBlock);
+                        w[t] = block + t * kDepthBlock;
+                    }
                 }
+                Unit::accumulate(acc + j, w, together, packed, depth, begin, part, rows, plain_ahead);
             }
-            Unit::accumulate(acc, w, count, packed, depth, begin, part, rows, plain_ahead);
         }
         Unit::finish(acc, count, rows, out + i, stride);
     }

@@ -36,6 +36,10 @@ struct RowMajor : Traits {
     static constexpr int kRows = 4;
     // Registers: kRows × this many accumulators, and the operands.
     static constexpr int kTileRows = kLanes == 16 ? 6 : 2;
+    // Up to so many activation rows meet one weight row after the other, just as they lie in memory: one thread then
+    // streams 28 GB/s with the hardware's own prefetching, where four rows side by side, asked for in software, reach
+    // 16. With more activation rows, weight rows side by side share what is loaded of them.
+    static constexpr int64_t kAloneRows = 2;
 
     static int64_t padded(int64_t depth) { return round_up(depth, Traits::kStep); }
     static int64_t packed(int64_t rows, int64_t depth) { return rows * padded(depth); }
@@ -62,7 +66,7 @@ struct RowMajor : Traits {
         for (; k + Traits::kStep <= depth; k += Traits::kStep) {
             for (int n = 0; n < N; n++) {
                 weights[n] = Traits::weights(w[n] + k);
-                __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + ahead, 0, 2);
+                if (N > 1) __builtin_prefetch(reinterpret_cast<const char*>(w[n] + k) + ahead, 0, 2);
             }
             for (int r = 0; r < R; r++) {
                 const auto row = Traits::elements(x + r * stride + begin + k);

@@ -38,10 +38,15 @@ class KVCache(Cache):
         self._storage: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * layers
         self._slots = torch.zeros(0, dtype=torch.long)
         self._starts = torch.zeros(0, dtype=torch.long)
+        # The same as (slot, start) of each sequence: every layer of a pass asks for them.
+        self._places: list[tuple[int, int]] = []
+        self._longest = 0
 
     def begin(self, slots: torch.Tensor, starts: torch.Tensor) -> None:
         """The next forward pass serves these sequence slots (batch,), writing row 0 of each at `starts` (batch,)."""
         self._slots, self._starts = slots, starts
+        self._places = list(zip(slots.tolist(), starts.tolist(), strict=True))
+        self._longest = max((start for _, start in self._places), default=0)
 
     def commit(self, slot: int, length: int) -> None:
         """Sequence `slot` now has `length` valid tokens."""
@@ -57,10 +62,10 @@ class KVCache(Cache):
         """Write (batch, heads, rows, dim) at each sequence's start; returns all keys and values up to the longest."""
         keys, values = self._storage[layer_idx] or self._allocate(layer_idx, key_states, value_states)
         rows = key_states.shape[2]
-        for i, (slot, start) in enumerate(zip(self._slots.tolist(), self._starts.tolist(), strict=True)):
+        for i, (slot, start) in enumerate(self._places):
             keys[slot, :, start : start + rows] = key_states[i]
             values[slot, :, start : start + rows] = value_states[i]
-        end = int(self._starts.max()) + rows
+        end = self._longest + rows
         return CachedStates(keys, self._slots, end), CachedStates(values, self._slots, end)
 
     def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +75,7 @@ class KVCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self._starts.max()) if len(self._starts) else 0
+        return self._longest
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         # One offset a sequence, (batch, 1): transformers hands it to our mask function as it is.
