@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXPERT_COUNTS = (
     "requests", "hits", "late", "misses",
     "prefetched", "prefetch_used", "prefetch_late", "prefetch_wasted", "prefetch_cancelled", "bytes_loaded",
+    "bytes_wasted",
 )  # fmt: skip
 
 

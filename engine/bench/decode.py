@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.bench.contenders import Contender, contender_row, format_rows, measure
 from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
-from engine.bench.table import at_most, format_bars, format_columns, format_neighbours
-from engine.config import K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
+from engine.bench.table import at_most, format_bars, format_neighbours
+from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
@@ -24,16 +24,6 @@ from engine.report import link_info, machine_info
 BASE = "on-demand LRU, no speculation"
 #: The tables of the decode suite.
 TABLES = ("memory", "kernels")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One side of the comparison. `equal_memory` is false for a bound that no memory limit is put on."""
-
-    name: str
-    config: EngineConfig
-    k: int | str
-    equal_memory: bool = True
 
 
 def decode_suite(
@@ -92,9 +82,9 @@ def _equal_memory(
     for repeat in range(repeats):
         for contender in contenders:
             say(f"run {repeat + 1} of {repeats}: {contender.name}")
-            results[contender.name] += _measure(contender, options)
-    base = _row(contenders[0], results[BASE], None)
-    rows = [_row(contender, results[contender.name], base) for contender in contenders]
+            results[contender.name] += measure(contender, options)
+    base = contender_row(contenders[0], results[BASE], None)
+    rows = [contender_row(contender, results[contender.name], base) for contender in contenders]
     return link, rows, _bars(contenders, results, rows)
 
 
@@ -127,50 +117,6 @@ def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], lis
     ]  # fmt: skip
 
 
-def _measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
-    """One pass over all prompts; the first prompt warms the cache and the estimators up and is run again."""
-    engine = Engine.load(contender.config)
-    options = dataclasses.replace(options, k=contender.k, k_max=K_LIMIT)
-    try:
-        engine.generate([PROMPTS[0]], options)
-        return [engine.generate([prompt], options)[0] for prompt in PROMPTS]
-    finally:
-        engine.close()
-
-
-def _row(contender: Contender, results: list[dict[str, Any]], base: dict[str, Any] | None) -> dict[str, Any]:
-    """One contender's figures over all its prompts and repeats: sums first, then ratios."""
-
-    def total(group: str, name: str) -> float:
-        return sum(result[group][name] for result in results)
-
-    tokens = sum(result["new_tokens"] for result in results)
-    seconds = sum(result["decode_s"] for result in results)
-    requests = total("experts", "requests")
-    transfer_s = total("time", "transfer_s")
-    drafting = [result for result in results if result["mean_acceptance_length"] is not None]
-    rate = tokens / seconds
-    return {
-        "name": contender.name,
-        "equal_memory": contender.equal_memory,
-        "ratio": rate / base["tokens_per_s"] if base else 1.0,
-        "tokens_per_s": rate,
-        "tokens_per_round": tokens / sum(result["rounds"] for result in results),
-        "mean_acceptance_length": (
-            sum(result["mean_acceptance_length"] for result in drafting) / len(drafting) if drafting else None
-        ),
-        "hit_rate": total("experts", "hits") / requests,
-        "late_rate": total("experts", "late") / requests,
-        "miss_rate": total("experts", "misses") / requests,
-        "bytes_per_token": total("experts", "bytes_loaded") / tokens,
-        "overlap": total("time", "overlapped_s") / transfer_s if transfer_s else None,
-        "stall_share": total("time", "stall_s") / seconds,
-        "draft_share": total("time", "draft_s") / seconds,
-        "memory_total": max(result["memory"]["total"] for result in results),
-        "slots_per_layer": results[0]["config"]["slots"],
-    }
-
-
 def _bars(contenders: list[Contender], results: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]) -> list:
     """What must hold for the comparison to be fair, as `name, value, bar, holds`."""
     texts = {tuple(tuple(result["token_ids"]) for result in runs) for runs in results.values()}
@@ -186,24 +132,7 @@ def format_decode(report: dict[str, Any]) -> str:
     machine = report["machine"]
     lines = [f"decode on {machine['cpu']}, threads: {machine['threads']}, {report['dtype']}"]
     if report["rows"]:
-        lines += [f"link: {report['link']['label']}", "", *_format_rows(report["rows"])]
+        lines += [f"link: {report['link']['label']}", "", *format_rows(report["rows"])]
     if report["kernel_rows"]:
         lines += ["", *format_kernels_decode(report["kernel_rows"])]
     return "\n".join([*lines, "", *format_bars(report["bars"]), *format_neighbours(machine)])
-
-
-def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
-    columns = {
-        "contender": lambda row: row["name"],
-        "slots": lambda row: str(row["slots_per_layer"]),
-        "memory MiB": lambda row: f"{row['memory_total'] / 2**20:.1f}",
-        "tokens/s": lambda row: f"{row['tokens_per_s']:.2f}",
-        "ratio": lambda row: f"{row['ratio']:.2f}",
-        "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}",
-        "hit": lambda row: f"{row['hit_rate']:.0%}",
-        "late": lambda row: f"{row['late_rate']:.0%}",
-        "KB/token": lambda row: f"{row['bytes_per_token'] / 1e3:.0f}",
-        "overlap": lambda row: "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
-        "stall": lambda row: f"{row['stall_share']:.0%}",
-    }
-    return format_columns([list(columns), *([show(row) for show in columns.values()] for row in rows)])

@@ -50,7 +50,7 @@ class ExpertCache:
         self._plan: Plan | None = None
         self._stream: ExpertStream | None = None
         self._prefetching: set[int] = set()
-        self.ledger = Ledger(table.layers, observer)
+        self.ledger = Ledger(table.layers, link.source.expert_nbytes, observer)
 
     # Streaming.
 

@@ -16,7 +16,8 @@ class CacheStats:
 
     `requests` are distinct experts a layer and pass; hits (resident) + late (a prefetch was still moving) +
     misses = requests. Every prefetch ends in exactly one of used, late, wasted, cancelled:
-    their sum is `prefetched` once nothing is on its way. `bytes_loaded` are stored bytes that crossed the link.
+    their sum is `prefetched` once nothing is on its way. `bytes_loaded` are stored bytes that crossed the link,
+    `bytes_wasted` those of them that prefetches moved for nothing: wasted, or cancelled on their way.
     """
 
     requests: int = 0
@@ -29,6 +30,7 @@ class CacheStats:
     prefetch_wasted: int = 0
     prefetch_cancelled: int = 0
     bytes_loaded: int = 0
+    bytes_wasted: int = 0
 
 
 @dataclass
@@ -90,9 +92,10 @@ class SilentObserver:
 class Ledger:
     """The cache's books; guarded by the cache's lock. A prefetch that arrived stays open until used or wasted."""
 
-    def __init__(self, layers: int, observer: CacheObserver | None) -> None:
+    def __init__(self, layers: int, expert_nbytes: int, observer: CacheObserver | None) -> None:
         self.observer = observer or SilentObserver()
         self._layers = layers
+        self._expert_nbytes = expert_nbytes
         self.clear()
 
     def clear(self) -> None:
@@ -129,15 +132,17 @@ class Ledger:
             slot.unused_prefetch = transfer.id
         else:
             late = slot.late and transfer.state != CANCELLED
-            self._settle_prefetch(transfer.id, "late" if late else "cancelled")
+            self._settle_prefetch(transfer.id, "late" if late else "cancelled", transfer.bytes_moved)
 
     def settle_unused(self, slot: Slot, outcome: str) -> None:
         """If a prefetch brought the expert of `slot` and it was not used so far, it is "used" or "wasted" now."""
         if slot.unused_prefetch is not None:
-            self._settle_prefetch(slot.unused_prefetch, outcome)
+            self._settle_prefetch(slot.unused_prefetch, outcome, self._expert_nbytes)
             slot.unused_prefetch = None
 
-    def _settle_prefetch(self, transfer_id: int, outcome: str) -> None:
+    def _settle_prefetch(self, transfer_id: int, outcome: str, nbytes: int) -> None:
         name = f"prefetch_{outcome}"
         setattr(self.stats, name, getattr(self.stats, name) + 1)
+        if outcome in ("wasted", "cancelled"):
+            self.stats.bytes_wasted += nbytes
         self.observer.settled(transfer_id, outcome)

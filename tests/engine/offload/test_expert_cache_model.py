@@ -105,6 +105,11 @@ class Driver:
         settled = stats.prefetch_used + stats.prefetch_late + stats.prefetch_wasted + stats.prefetch_cancelled
         assert settled == stats.prefetched
         assert stats.bytes_loaded == sum(t.bytes_moved for t in witness.transfers.values())
+        assert stats.bytes_wasted == sum(
+            t.bytes_moved
+            for t in witness.transfers.values()
+            if t.cause == "prefetch" and witness.outcomes[t.id] in ("wasted", "cancelled")
+        )
         for shelf in cache._shelves:
             assert not any(slot.pinned or slot.transfer for slot in shelf.slots)
             assert {id(slot) for slot in shelf.by_expert.values()} <= {id(slot) for slot in shelf.slots}

@@ -1,0 +1,100 @@
+"""Sides of a comparison of engines: what each runs with, what it did, and the table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.bench.prompts import PROMPTS
+from engine.bench.table import format_columns
+from engine.config import K_LIMIT, EngineConfig, GenerationConfig
+from engine.engine import Engine
+
+
+def _as_loaded(engine: Engine) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One side of a comparison. `equal_memory` is false for a bound that no memory limit is put on.
+
+    `prepare` may change a loaded engine in a way that no user needs.
+    """
+
+    name: str
+    config: EngineConfig
+    k: int | str
+    equal_memory: bool = True
+    prepare: Callable[[Engine], None] = _as_loaded
+
+
+def measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
+    """One pass over all prompts; the first prompt warms the cache and the estimators up and is run again."""
+    engine = Engine.load(contender.config)
+    options = dataclasses.replace(options, k=contender.k, k_max=K_LIMIT)
+    try:
+        contender.prepare(engine)
+        engine.generate([PROMPTS[0]], options)
+        return [engine.generate([prompt], options)[0] for prompt in PROMPTS]
+    finally:
+        engine.close()
+
+
+def contender_row(contender: Contender, results: list[dict[str, Any]], base: dict[str, Any] | None) -> dict[str, Any]:
+    """One contender's figures over all its prompts and repeats: sums first, then ratios."""
+
+    def total(group: str, name: str) -> float:
+        return sum(result[group][name] for result in results)
+
+    tokens = sum(result["new_tokens"] for result in results)
+    seconds = sum(result["decode_s"] for result in results)
+    requests = total("experts", "requests")
+    loaded = total("experts", "bytes_loaded")
+    transfer_s = total("time", "transfer_s")
+    drafting = [result for result in results if result["mean_acceptance_length"] is not None]
+    rate = tokens / seconds
+    return {
+        "name": contender.name,
+        "equal_memory": contender.equal_memory,
+        "ratio": rate / base["tokens_per_s"] if base else 1.0,
+        "tokens_per_s": rate,
+        "tokens_per_round": tokens / sum(result["rounds"] for result in results),
+        "mean_acceptance_length": (
+            sum(result["mean_acceptance_length"] for result in drafting) / len(drafting) if drafting else None
+        ),
+        "hit_rate": total("experts", "hits") / requests,
+        "late_rate": total("experts", "late") / requests,
+        "miss_rate": total("experts", "misses") / requests,
+        "bytes_per_token": loaded / tokens,
+        "wasted_share": total("experts", "bytes_wasted") / loaded if loaded else 0.0,
+        "overlap": total("time", "overlapped_s") / transfer_s if transfer_s else None,
+        "stall_share": total("time", "stall_s") / seconds,
+        "draft_share": total("time", "draft_s") / seconds,
+        "memory_total": max(result["memory"]["total"] for result in results),
+        "slots_per_layer": results[0]["config"]["slots"],
+    }
+
+
+#: Columns of the table: heads, and how each row shows.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "contender": lambda row: row["name"],
+    "slots": lambda row: str(row["slots_per_layer"]),
+    "memory MiB": lambda row: f"{row['memory_total'] / 2**20:.1f}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.2f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}",
+    "hit": lambda row: f"{row['hit_rate']:.0%}",
+    "late": lambda row: f"{row['late_rate']:.0%}",
+    "KB/token": lambda row: f"{row['bytes_per_token'] / 1e3:.0f}",
+    "wasted": lambda row: f"{row['wasted_share']:.0%}",
+    "overlap": lambda row: "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
+    "stall": lambda row: f"{row['stall_share']:.0%}",
+}
+
+
+def format_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """The table's lines."""
+    return format_columns([list(COLUMNS), *([show(row) for show in COLUMNS.values()] for row in rows)])
