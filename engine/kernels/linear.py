@@ -23,7 +23,7 @@ class KernelWeight(torch.nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear:
-                return _linear(*args, **(kwargs or {}))
+                return kernel_linear(*args, **(kwargs or {}))
             result = func(*args, **(kwargs or {}))
         if func in _CASTS and isinstance(args[0], KernelWeight):
             return result.as_subclass(KernelWeight)
@@ -48,7 +48,8 @@ def _in_large_pages(weight: torch.Tensor) -> torch.Tensor:
     return copies(weight) if weight.nbytes >= LARGE else weight
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def kernel_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` by the kernel; by torch for what the kernel does not take."""
     if input.dtype != weight.dtype or input.dtype not in _DTYPES:
         return F.linear(input, weight, bias)
     return torch.ops.specviz.linear.default(input, weight.contiguous(), bias)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import activations
 from transformers.integrations import moe
 
 
-def kernel_activation(module: object) -> str | None:
-    """The name (`engine/kernels/experts.py`) of `act(gate) * up` in this module; None when it does something else."""
+def kernel_activation(module: Any) -> str | None:
+    """The name (`engine/kernels/experts.py`) of `act(gate) * up` in this module; None when it does something else.
+
+    Biases and norms are something else too: such experts are computed one by one (`engine/model/ffn.py`).
+    """
+    if module.has_bias or module.has_post_expert_norm or not module.has_gate:
+        return None
     if getattr(type(module), "_apply_gate", None) is not moe._default_apply_gate:
         return None
     act = getattr(module, "act_fn", None)

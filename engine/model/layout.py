@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,18 +20,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The tensors of one expert in the order in which they lie in a slot: gate_up (2I, H), then down (H, I).
+    """The matrices of one expert in the order in which they lie in a slot: gate_up (2I, H), then down (H, I).
 
-    `dtype` is the one on disk; `nbytes` counts that. All routed experts of a model share one shape.
+    Experts without a gate have (I, H) in the place of gate_up. With `transposed` the bytes are those of the transposed
+    matrices, as some checkpoints store them; the pack turns them. `dtype` is the one on disk; `nbytes` counts that.
+    All routed experts of a model share one shape. Biases are not part of it (see `engine/model/ffn.py`).
     """
 
     hidden: int
     intermediate: int
     dtype: torch.dtype
+    gated: bool = True
+    transposed: bool = False
 
     @property
     def gate_up(self) -> tuple[int, int]:
-        return (2 * self.intermediate, self.hidden)
+        return (2 * self.intermediate if self.gated else self.intermediate, self.hidden)
 
     @property
     def down(self) -> tuple[int, int]:
@@ -45,10 +49,20 @@ class ExpertShape:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def packed(self) -> ExpertShape:
+        """The same expert as the pack stores it: nothing is left to turn."""
+        return replace(self, transposed=False)
+
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A flat `(numel,)` tensor of any dtype as its (gate_up, down) views."""
+        """A flat `(numel,)` tensor of any dtype as its (gate_up, down) views, not contiguous if `transposed`."""
         split = math.prod(self.gate_up)
-        return flat[:split].view(self.gate_up), flat[split : self.numel].view(self.down)
+        parts = (flat[:split], self.gate_up), (flat[split : self.numel], self.down)
+        if self.transposed:
+            gate_up, down = (part.view(columns, rows).t() for part, (rows, columns) in parts)
+        else:
+            gate_up, down = (part.view(shape) for part, shape in parts)
+        return gate_up, down
 
 
 @dataclass(frozen=True)

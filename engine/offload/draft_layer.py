@@ -8,10 +8,11 @@ import torch
 
 from engine.kernels.experts import quantized_moe
 from engine.kernels.pages import allocate
+from engine.model.ffn import apply_expert
 from engine.model.layout import ExpertShape
 from engine.model.seams import ExpertsModule
 from engine.offload.groups import RowGroups
-from engine.offload.quantize import GROUP, QuantizedExpert, quantize_expert, quantize_planes
+from engine.offload.quantize import GROUP, QuantizedExpert, QuantizedMatrix, quantize_expert, quantize_planes
 
 
 class DraftLayer(ABC):
@@ -54,7 +55,7 @@ class TorchDraftLayer(DraftLayer):
         groups = RowGroups(hidden, index.tolist())
         for expert in groups.members:
             copy, x = self._experts[expert], groups.input(expert)
-            groups.put(expert, copy.down.linear(module._apply_gate(copy.gate_up.linear(x))))
+            groups.put(expert, apply_expert(module, expert, x, copy.gate_up, copy.down, _linear))
         return groups.combine(weights)
 
 
@@ -79,6 +80,11 @@ class KernelDraftLayer(DraftLayer):
         self, module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return quantized_moe(hidden, self._gate_up, self._down, index, weights, self._bits, self._activation)
+
+
+def _linear(x: torch.Tensor, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    out = matrix.linear(x)
+    return out if bias is None else out + bias
 
 
 def _room(experts: int, shape: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:

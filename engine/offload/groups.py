@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.experts import combine, expert_ffn
+from engine.kernels.linear import kernel_linear
 from engine.model.activation import kernel_activation
+from engine.model.ffn import apply_expert
 from engine.model.seams import ExpertsModule
 from engine.offload.stream import Lease
 
@@ -46,7 +48,7 @@ class RowGroups:
         """Run the leased experts on their rows."""
         for lease in leases:
             x = self.input(lease.expert)
-            self.put(lease.expert, F.linear(module._apply_gate(F.linear(x, lease.gate_up)), lease.down))
+            self.put(lease.expert, apply_expert(module, lease.expert, x, lease.gate_up, lease.down, F.linear))
 
     def combine(self, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each row's outputs; weights (rows, top_k) → (rows, H)."""
@@ -63,9 +65,8 @@ class KernelRowGroups(RowGroups):
         activation = kernel_activation(module)
         if activation is None:
             for lease in leases:
-                x = torch.ops.specviz.linear.default(self.input(lease.expert), lease.gate_up, None)
-                gated = module._apply_gate(x).contiguous()
-                self.put(lease.expert, torch.ops.specviz.linear.default(gated, lease.down, None))
+                x = self.input(lease.expert)
+                self.put(lease.expert, apply_expert(module, lease.expert, x, lease.gate_up, lease.down, kernel_linear))
             return
         top_k = self._outputs.shape[1]
         offsets, rows, slots = [0], [], []
@@ -76,8 +77,8 @@ class KernelRowGroups(RowGroups):
             offsets.append(len(rows))
         expert_ffn(
             self.hidden.contiguous(),
-            [lease.gate_up for lease in leases],
-            [lease.down for lease in leases],
+            [lease.gate_up.contiguous() for lease in leases],
+            [lease.down.contiguous() for lease in leases],
             torch.tensor(offsets),
             torch.tensor(rows),
             torch.tensor(slots),

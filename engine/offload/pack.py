@@ -95,16 +95,16 @@ class Pack:
             return False
 
     def table(self, table: ExpertTable) -> ExpertTable:
-        """`table` with each expert as one aligned segment of the pack."""
+        """`table` with each expert as one aligned segment of the pack, its matrices the right way round."""
         records = []
         for layer in range(table.layers):
             first = layer * table.experts
             segments = (
-                Segment(self.path, (first + expert) * self.stride, table.shape.nbytes)
+                Segment(self.path, (first + expert) * self.stride, table.shape.packed.nbytes)
                 for expert in range(table.experts)
             )
             records.append(tuple(ExpertRecord(layer, expert, (segment,)) for expert, segment in enumerate(segments)))
-        return ExpertTable(table.shape, tuple(records))
+        return ExpertTable(table.shape.packed, tuple(records))
 
     def build(self, table: ExpertTable, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> None:
         """Write the pack under a name of its own, then move it into place.
@@ -134,14 +134,21 @@ class Pack:
             ) from error
 
     def _copy(self, source: ExpertSource, record: ExpertRecord, file: BinaryIO, cancelled: Callable[[], bool]) -> None:
-        buffer = torch.empty(min(_CHUNK, source.expert_nbytes), dtype=torch.uint8)
-        for offset in range(0, source.expert_nbytes, _CHUNK):
+        shape = source.table.shape
+        # What is written as it is read needs no more memory than a chunk; what is turned must be whole.
+        buffer = torch.empty(shape.nbytes if shape.transposed else min(_CHUNK, shape.nbytes), dtype=torch.uint8)
+        for offset in range(0, shape.nbytes, _CHUNK):
             if cancelled():
                 raise Cancelled("building the expert pack was cancelled")
-            part = buffer[: min(_CHUNK, source.expert_nbytes - offset)]
+            start = offset if shape.transposed else 0
+            part = buffer[start : start + min(_CHUNK, shape.nbytes - offset)]
             source.read(record.layer, record.expert, offset, part)
-            file.write(part.numpy().data)
-        file.write(bytes(self.stride - source.expert_nbytes))
+            if not shape.transposed:
+                file.write(part.numpy().data)
+        if shape.transposed:
+            for matrix in shape.views(buffer.view(shape.dtype)):
+                file.write(matrix.contiguous().view(torch.uint8).numpy().data)
+        file.write(bytes(self.stride - shape.nbytes))
 
     def _clear_away(self) -> None:
         """Remove packs of the same model's older shards, and what a killed build left behind here."""

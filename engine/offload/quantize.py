@@ -197,7 +197,7 @@ def encode(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
     if columns % GROUP:
         # Repeating the last column keeps the padding out of the last group's range.
         weight = torch.cat([weight, weight[:, -1:].expand(rows, -columns % GROUP)], dim=1)
-    grouped = weight.view(rows, -1, GROUP)
+    grouped = weight.reshape(rows, -1, GROUP)
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     scale = ((high - low) / levels).bfloat16()
     zero = (low + middle * scale.float()).bfloat16()
