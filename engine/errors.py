@@ -33,3 +33,8 @@ class TransferError(EngineError):
 
 class Cancelled(EngineError):
     """The caller asked to stop while something was loading."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's exception says, short enough for a message of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

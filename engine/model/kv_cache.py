@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from transformers.cache_utils import Cache
 
+from engine.errors import ModelError
 from engine.kernels.attention import gather
 from engine.model.deferred import Deferred
 
@@ -73,6 +76,20 @@ class KVCache(Cache):
         keys, values = (t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
         self._storage[layer_idx] = (keys, values)
         return keys, values
+
+    def update_indexer(self, *args, **kwargs) -> torch.Tensor:
+        raise ModelError(
+            "this model picks keys by an index of its own, which the KV cache does not keep: choose another"
+        )
+
+    def _refuse_state(self, *args, **kwargs) -> NoReturn:
+        raise ModelError(
+            "this model keeps a recurrent state, which cannot be taken back after a rejected draft: choose a model "
+            "with attention in every layer"
+        )
+
+    get_conv_state = update_conv_state = _refuse_state
+    get_recurrent_state = update_recurrent_state = has_previous_state = _refuse_state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._longest

@@ -30,7 +30,10 @@ class RouterProbe:
     @staticmethod
     def _find(skeleton: Skeleton, experts_name: str) -> torch.nn.Module | None:
         block = skeleton.model.get_submodule(experts_name.rpartition(".")[0])
-        hidden = torch.zeros(1, skeleton.table.shape.hidden, dtype=skeleton.model.dtype)
+        width = skeleton.table.shape.hidden
+        if width != skeleton.model.config.get_text_config().hidden_size:
+            return None  # experts live in a space of their own, whose states say nothing to a router
+        hidden = torch.zeros(1, width, dtype=skeleton.model.dtype)
         for name, child in block.named_children():
             if name in ("gate", "router"):
                 try:

@@ -73,7 +73,7 @@ def _attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    _refuse(module, attention_mask, kwargs)
+    refuse_options(module, attention_mask, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = plain(attention_mask)
     return masked_attention(query, plain(key), plain(value), mask, scale, s_aux).contiguous(), None
@@ -92,7 +92,7 @@ def _native_attention_forward(
     """The same by the kernel, which reads the cache where it lies; masks that it does not know are left to torch."""
     if not isinstance(attention_mask, ChunkMask):
         return _attention_forward(module, query, key, value, attention_mask, scaling, s_aux, **kwargs)
-    _refuse(module, attention_mask, kwargs)
+    refuse_options(module, attention_mask, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
         keys, values, slots = key.storage, value.storage, key.slots
@@ -106,7 +106,8 @@ def _native_attention_forward(
     ), None
 
 
-def _refuse(module: torch.nn.Module, mask: torch.Tensor | ChunkMask | None, options: dict[str, Any]) -> None:
+def refuse_options(module: torch.nn.Module, mask: torch.Tensor | ChunkMask | None, options: dict[str, Any]) -> None:
+    """Raise ModelError when a model asks for attention that neither implementation here computes."""
     for name in ("softcap", "sinks", "position_bias"):
         if options.get(name) is not None:
             raise ModelError(f"attention with {name} is not supported yet ({type(module).__name__})")

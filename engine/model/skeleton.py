@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     rename_source_key,
 )
+from transformers.integrations import moe
 
-from engine.errors import CheckpointError, ModelError
+from engine.errors import CheckpointError, ModelError, first_line
 from engine.model.checkpoint import Checkpoint
 from engine.model.ffn import DOWN
 from engine.model.layout import ExpertTable
 from engine.model.locate import Stored, locate_experts, matrices
-from engine.model.seams import ATTENTION, EXPERTS
+from engine.model.probe import probe
+from engine.model.seams import EXPERTS
 
-# The kinds of layers that keep keys and values by position; recurrent ones keep a state.
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Kinds of layers whose memory of the text is keys and values by position, or that have none.
+_BY_POSITION = {"full_attention", "sliding_attention", "chunked_attention", "moe", "dense", "sparse"}
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 
 @dataclass
@@ -71,52 +76,69 @@ def _survey(
     model = _build(directory, dtype)
     modules = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not modules:
-        raise ModelError(
-            f"{type(model).__name__} has no routed experts that transformers exposes: choose a Mixture-of-Experts model"
-        )
+        raise _no_experts(model.config, directory)
+    _check_gates(modules)
+    probe(model, list(modules.values()))
     checkpoint = Checkpoint.open(directory)
     experts, shared = _sort_tensors(model, checkpoint, modules)
     return model, modules, experts, shared, checkpoint
 
 
 def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture without weights, its experts and attention set to ours. Raises ModelError for what has none."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json: give a directory that transformers can load")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"transformers cannot read the config of {directory}: {_first_line(error)}") from error
-    if not _has_experts(config):
-        raise ModelError(
-            f"{directory.name} ({config.model_type}) is not a Mixture-of-Experts model: choose one with routed experts"
-        )
-    foreign = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if foreign:
-        raise ModelError(
-            f"{config.model_type} has layers of type {', '.join(foreign)}, whose state cannot be taken back after a "
-            "rejected draft: choose a model with attention in every layer"
-        )
+        raise ModelError(f"transformers cannot read the config of {directory}: {first_line(error)}") from error
+    _check_config(config)
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise ModelError(f"transformers has no causal language model for {config.model_type}") from error
     if not model._can_set_experts_implementation():
-        raise ModelError(f"transformers {config.model_type} does not route its experts through the experts interface")
+        raise _no_experts(config, directory)
     model.set_experts_implementation(EXPERTS)
-    model.set_attn_implementation(ATTENTION)
     return model.eval()
 
 
-def _has_experts(config) -> bool:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+def _check_config(config: PreTrainedConfig) -> None:
+    """Raise ModelError for what the config alone rules out."""
+    if config.is_encoder_decoder:
+        raise ModelError(f"{config.model_type} is an encoder-decoder: choose a decoder-only language model")
+    foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _BY_POSITION
+    for reason, kinds in (
+        ("keep a state that cannot be taken back after a rejected draft", foreign & _RECURRENT),
+        ("keep more than keys and values by position, all that the KV cache here has room for", foreign),
+    ):
+        if kinds:
+            raise ModelError(
+                f"{config.model_type} has layers of type {', '.join(sorted(kinds))}, which {reason}: choose a model "
+                "with plain attention in every layer"
+            )
+
+
+def _no_experts(config: PreTrainedConfig, directory: Path) -> ModelError:
     text = config.get_text_config()
-    return any((getattr(text, name, None) or 0) > 1 for name in names)
+    if any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
+        return ModelError(f"transformers {config.model_type} does not route its experts through the experts interface")
+    return ModelError(
+        f"{directory.name} ({config.model_type}) is not a Mixture-of-Experts model: choose one with routed experts"
+    )
 
 
 def _is_experts(module: torch.nn.Module) -> bool:
     """True for a class that `use_experts_implementation` decorated (it sets these attributes)."""
     return hasattr(module, "is_transposed") and hasattr(module, "is_concatenated") and hasattr(module, DOWN)
+
+
+def _check_gates(modules: dict[str, Any]) -> None:
+    """Raise ModelError for interleaved gate and up that the module does not take apart itself."""
+    for name, module in modules.items():
+        if module.has_gate and not module.is_concatenated and type(module)._apply_gate is moe._default_apply_gate:
+            raise ModelError(f"the experts of {name} interleave gate and up, but say nothing of how to split them")
 
 
 def _sort_tensors(
@@ -135,6 +157,9 @@ def _sort_tensors(
     shared: dict[str, str] = {}
     for name, info in checkpoint.tensors.items():
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+        if target not in parameters and name in parameters:
+            # As transformers does it: a name that is right already, though a pattern meant for another fits it.
+            target, pattern = name, None
         converter = next((c for c in converters if pattern in c.source_patterns), None) if pattern else None
         if target in offloaded:
             experts.setdefault(target, []).append(Stored(info, converter, pattern or ""))
@@ -168,7 +193,3 @@ def _fill(
         )
     kept = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if not p.is_meta}
     return sum(kept.values())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
