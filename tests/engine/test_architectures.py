@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import transformers
-from tiny_models import PROMPTS, SIZES, TinyModel, greedy, mixtral_config, save_model
+from tiny_families import REFUSED, WORKING, family_config, save_family
+from tiny_models import PROMPTS, TinyModel, greedy, mixtral_config, save_model
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.model.checkpoint import Checkpoint
 from engine.model.skeleton import load_skeleton
 
-ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 16,
-    "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1,
-}  # fmt: skip
 
-#: What is special about each, so that a failure says where to look.
-WORKING: dict[str, dict] = {
-    "PhimoeConfig": {"num_local_experts": 8, "num_experts_per_tok": 2},  # sparsemixer router
-    "Qwen2MoeConfig": {**ROUTED, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},  # gated shared
-    "GraniteMoeConfig": {"num_local_experts": 8, "num_experts_per_tok": 2},  # experts fused on disk
-    "DeepseekV2Config": {**DEEPSEEK, "topk_method": "greedy", "n_group": 1},  # latent attention
-    "DeepseekV3Config": {**DEEPSEEK, "n_group": 2},  # grouped sigmoid router with a bias
-    "Glm4MoeConfig": {
-        "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1, "head_dim": 8,
-    },  # partial rotary
-    "FlexOlmoConfig": ROUTED,
-    "HunYuanMoEV1Config": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},  # another name for top-k
-}  # fmt: skip
-
-REFUSED: dict[str, tuple[dict, str]] = {
-    "GptOssConfig": ({"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}, "biases"),
-    "Llama4TextConfig": ({"num_local_experts": 8, "intermediate_size_mlp": 48}, "experts interface"),
-    "MiniMaxConfig": ({"num_local_experts": 8, "num_experts_per_tok": 2}, "linear_attention"),
-    "JambaConfig": ({**ROUTED, "num_hidden_layers": 8, "use_mamba_kernels": False}, "linear_attention"),
-}
-
-
-def tiny(name: str, options: dict, directory: Path) -> TinyModel:
-    config = getattr(transformers, name)(**{**SIZES, "intermediate_size": 48, "num_hidden_layers": 2, **options})
-    return save_model(directory, config)
-
-
-def check(model: TinyModel, prompts: tuple[str, ...] = PROMPTS[:4], new_tokens: int = 12) -> None:
+def check(
+    model: TinyModel,
+    prompts: tuple[str, ...] = PROMPTS[:4],
+    new_tokens: int = 12,
+    expected: list[list[int]] | None = None,
+) -> None:
     """Ragged batch with drafts, and plain decoding alone, both with few slots."""
-    expected = greedy(model.reference(), model.directory, prompts, new_tokens)
+    expected = expected or greedy(model.reference(), model.directory, prompts, new_tokens)
     engine = Engine.load(EngineConfig(model=str(model.directory), cache=CacheBudget(slots=2)))
     try:
         together = engine.generate(list(prompts), GenerationConfig(max_new_tokens=new_tokens, k=4))
@@ -64,15 +35,23 @@ def check(model: TinyModel, prompts: tuple[str, ...] = PROMPTS[:4], new_tokens: 
 
 @pytest.mark.parametrize("name", WORKING)
 def test_works_and_says_the_same(name: str, tmp_path):
-    check(tiny(name, WORKING[name], tmp_path))
+    """From the layout that the family is published in, and from the one that transformers holds in memory."""
+    published = save_family(name, tmp_path / "published")
+    expected = greedy(published.reference(), published.directory, PROMPTS[:4], 12)
+    check(published, expected=expected)
+    fused = save_family(name, tmp_path / "fused", fused=True)
+    if set(Checkpoint.open(fused.directory).tensors) != set(Checkpoint.open(published.directory).tensors):
+        check(fused, expected=expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_with_a_reason(name: str, tmp_path):
+def test_is_refused_with_a_reason_before_any_weight_is_there(name: str, tmp_path):
+    """The directory holds a config and nothing else."""
     options, reason = REFUSED[name]
-    model = tiny(name, options, tmp_path)
-    with pytest.raises(ModelError, match=reason):
-        Engine.load(EngineConfig(model=str(model.directory)))
+    family_config(name, options).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason) as refusal:
+        Engine.load(EngineConfig(model=str(tmp_path)))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_sliding_window_forgets_at_the_same_place(tmp_path):
