@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,3 +89,7 @@ class ExpertTable:
     @property
     def experts(self) -> int:
         return len(self.records[0])
+
+    def all(self) -> Iterator[ExpertRecord]:
+        """Every expert, layer by layer."""
+        return (record for layer in self.records for record in layer)

@@ -1,7 +1,8 @@
 """The expert pack: a page-aligned file with one contiguous record an expert, built once for each checkpoint.
 
-Shards keep an expert in up to three places at odd offsets. In the pack it is one aligned range, so that the disk
-link reads it with O_DIRECT straight into its slot.
+Shards keep an expert in up to three places at odd offsets, and some keep it transposed. In the pack it is one aligned
+range, so that the disk link reads it with O_DIRECT straight into its slot. A build that was stopped goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from engine.config import cache_directory
-from engine.errors import BudgetError, Cancelled, CheckpointError
+from engine.errors import BudgetError, CheckpointError
 from engine.model.layout import ExpertRecord, ExpertTable, Segment
-from engine.offload.source import PAGE, ExpertSource
+from engine.offload.packer import check, write_records
+from engine.offload.partial import PartialFile, alone
+from engine.offload.source import PAGE
 
-FORMAT = 1
-_CHUNK = 4 * 2**20
+FORMAT = 2
 _STALE_TEMPORARY_S = 3600
 
 
@@ -42,7 +42,8 @@ def open_pack(
 
     A pack belongs to one `model` path and to the names, sizes and modification times of its shards.
     `progress` is told (done bytes, total bytes) while it is built. Raises BudgetError when the disk lacks
-    room, Cancelled when `cancelled()` turns true, CheckpointError when a shard is missing or cut off.
+    room, Cancelled when `cancelled()` turns true, CheckpointError when a shard is missing or cut off. What a cancelled
+    or killed build wrote is checked and kept by the next one.
     """
     pack = Pack.of(table, Path(model))
     if not pack.is_complete():
@@ -62,12 +63,12 @@ class Pack:
     @classmethod
     def of(cls, table: ExpertTable, model: Path) -> Pack:
         """The pack that belongs to `table`'s shards as they are now. Raises CheckpointError if one is missing."""
-        stride = -(-table.shape.nbytes // PAGE) * PAGE
+        stride = -(-table.shape.packed.nbytes // PAGE) * PAGE
         header: dict[str, object] = {
             "format": FORMAT,
             "model": str(model.resolve()),
             "shards": _shards(table),
-            "layout": _digest([[[str(s.path), s.offset, s.nbytes] for s in r.segments] for r in _records(table)]),
+            "layout": _digest([[[str(s.path), s.offset, s.nbytes] for s in r.segments] for r in table.all()]),
             "experts": [table.layers, table.experts],
             "expert_nbytes": table.shape.nbytes,
             "stride": stride,
@@ -107,21 +108,26 @@ class Pack:
         return ExpertTable(table.shape.packed, tuple(records))
 
     def build(self, table: ExpertTable, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> None:
-        """Write the pack under a name of its own, then move it into place.
+        """Write what is missing of the pack, then its header. Somebody else who builds it already is waited for.
 
-        Two processes that build at once both end with a good pack: each moves a whole file with the same bytes.
+        What is written stays when it is cancelled or killed, but not when it fills the disk.
         """
+        partial = PartialFile(self.path, self.stride)
+
+        def waiting() -> None:
+            check(cancelled)
+            progress(min(partial.nbytes, self.nbytes), self.nbytes)
+
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._clear_away()
-            if shutil.disk_usage(self.directory).free < self.nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with closing(ExpertSource(table, direct=False)) as source, _replacing(self.path) as file:
-                for done, record in enumerate(_records(table)):
-                    self._copy(source, record, file, cancelled)
-                    progress((done + 1) * self.stride, self.nbytes)
-            with _replacing(self.header_path) as file:
-                file.write(json.dumps(self.header, indent=1).encode())
+            with alone(self.directory, waiting):
+                if self.is_complete():
+                    return
+                self._clear_away()
+                write_records(table, partial, progress, cancelled)
+                partial.finish()
+                with _replacing(self.header_path) as file:
+                    file.write(json.dumps(self.header, indent=1).encode())
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise BudgetError(
@@ -132,23 +138,6 @@ class Pack:
                 f"cannot write the expert pack in {self.directory}: {error.strerror}; set SPECVIZ_CACHE "
                 "to a directory that you may write to, or run without the pack"
             ) from error
-
-    def _copy(self, source: ExpertSource, record: ExpertRecord, file: BinaryIO, cancelled: Callable[[], bool]) -> None:
-        shape = source.table.shape
-        # What is written as it is read needs no more memory than a chunk; what is turned must be whole.
-        buffer = torch.empty(shape.nbytes if shape.transposed else min(_CHUNK, shape.nbytes), dtype=torch.uint8)
-        for offset in range(0, shape.nbytes, _CHUNK):
-            if cancelled():
-                raise Cancelled("building the expert pack was cancelled")
-            start = offset if shape.transposed else 0
-            part = buffer[start : start + min(_CHUNK, shape.nbytes - offset)]
-            source.read(record.layer, record.expert, offset, part)
-            if not shape.transposed:
-                file.write(part.numpy().data)
-        if shape.transposed:
-            for matrix in shape.views(buffer.view(shape.dtype)):
-                file.write(matrix.contiguous().view(torch.uint8).numpy().data)
-        file.write(bytes(self.stride - shape.nbytes))
 
     def _clear_away(self) -> None:
         """Remove packs of the same model's older shards, and what a killed build left behind here."""
@@ -177,14 +166,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _records(table: ExpertTable) -> Iterator[ExpertRecord]:
-    return (record for layer in table.records for record in layer)
-
-
 def _shards(table: ExpertTable) -> list[list[object]]:
     """Name, size and modification time of each shard."""
     shards = []
-    for path in sorted({segment.path for record in _records(table) for segment in record.segments}):
+    for path in sorted({segment.path for record in table.all() for segment in record.segments}):
         try:
             status = path.stat()
         except OSError as error:

@@ -2,20 +2,26 @@ from __future__ import annotations
 
 import collections
 import errno
+import itertools
 import json
 import os
 import shutil
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.config import cache_directory
 from engine.errors import BudgetError, Cancelled, CheckpointError
-from engine.offload import pack as pack_module
+from engine.model.layout import ExpertRecord, ExpertShape, ExpertTable, Segment
+from engine.offload import packer
 from engine.offload.pack import Pack, open_pack
-from engine.offload.source import PAGE
+from engine.offload.source import PAGE, ExpertSource
 
 STRIDE = PAGE  # an expert of the test checkpoint has 2880 bytes
 
@@ -78,7 +84,7 @@ def test_a_stale_pack_is_rebuilt_and_replaced(checkpoint, cache: Path, change: s
 
 
 def test_two_builders_at_once_both_get_a_good_pack(checkpoint, cache: Path, monkeypatch) -> None:
-    """Both are in the middle of writing before either finishes."""
+    """Both have begun before either finishes: one writes, the other waits for it."""
     barrier = threading.Barrier(2, timeout=30)
     results, errors = [], []
 
@@ -104,12 +110,112 @@ def test_two_builders_at_once_both_get_a_good_pack(checkpoint, cache: Path, monk
     assert files(cache) == ["experts.json", "experts.pack"]
 
 
-def test_cancelling_leaves_nothing(checkpoint, cache: Path) -> None:
-    asked = []
+def stop_after(records: int) -> Callable[[], bool]:
+    """A small expert is one chunk, and every chunk asks once."""
+    asked = itertools.count(1)
+    return lambda: next(asked) > records
+
+
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The experts that are read from the shards from now on."""
+    read: list[tuple[int, int]] = []
+    honest = ExpertSource.read
+
+    def counted(self, layer, expert, offset, out):
+        read.append((layer, expert))
+        honest(self, layer, expert, offset, out)
+
+    monkeypatch.setattr(ExpertSource, "read", counted)
+    return read
+
+
+@pytest.mark.parametrize("records", range(9))
+def test_a_cancelled_build_goes_on_where_it_stopped(checkpoint, cache: Path, monkeypatch, records: int) -> None:
+    if records < 8:
+        with pytest.raises(Cancelled, match="goes on from here"):
+            open_pack(checkpoint.table, checkpoint.directory, cancelled=stop_after(records))
+        assert files(cache) == ["experts.pack.part", "experts.pack.sums"]
+    told: list[tuple[int, int]] = []
+    read = copied(monkeypatch)
+    table = open_pack(checkpoint.table, checkpoint.directory, progress=lambda *p: told.append(p))
+    assert_good(checkpoint, table)
+    assert files(cache) == ["experts.json", "experts.pack"]
+    assert read == [divmod(n, 4) for n in range(records % 8, 8)]
+    assert told == [(n * STRIDE, 8 * STRIDE) for n in range(1, 9)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_a_kill_leaves_behind_no_torn_record_is_used(checkpoint, cache: Path, data: st.DataObject) -> None:
+    """Both files are cut anywhere and damaged anywhere: the pack is good in the end, and good records are kept."""
+    shutil.rmtree(cache, ignore_errors=True)
     with pytest.raises(Cancelled):
-        open_pack(checkpoint.table, checkpoint.directory, cancelled=lambda: asked.append(1) or len(asked) > 3)
-    assert files(cache) == []
+        open_pack(checkpoint.table, checkpoint.directory, cancelled=stop_after(6))
+    (part,), (sums,) = cache.rglob("*.part"), cache.rglob("*.sums")
+    whole = 6
+    for path, unit in ((part, STRIDE), (sums, 4)):
+        length = data.draw(st.integers(0, path.stat().st_size))
+        os.truncate(path, length)
+        whole = min(whole, length // unit)
+        if length and data.draw(st.booleans()):
+            at = data.draw(st.integers(0, length - 1))
+            raw = bytearray(path.read_bytes())
+            raw[at] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(raw)
+            whole = min(whole, at // unit)
+    with pytest.MonkeyPatch.context() as patch:
+        read = copied(patch)
+        assert_good(checkpoint, open_pack(checkpoint.table, checkpoint.directory))
+    assert read == [divmod(n, 4) for n in range(whole, 8)]
+
+
+def test_a_changed_checkpoint_starts_over(checkpoint, cache: Path, monkeypatch) -> None:
+    with pytest.raises(Cancelled):
+        open_pack(checkpoint.table, checkpoint.directory, cancelled=stop_after(5))
+    os.utime(checkpoint.shards[1], ns=(1, 1))
+    read = copied(monkeypatch)
     assert_good(checkpoint, open_pack(checkpoint.table, checkpoint.directory))
+    assert len(read) == 8
+    assert files(cache) == ["experts.json", "experts.pack"]
+
+
+def test_a_killed_process_leaves_work_that_counts(checkpoint, cache: Path, monkeypatch) -> None:
+    """The real thing: another process is killed in the middle of its fifth expert."""
+    ready, never = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        honest = ExpertSource.read
+
+        def read(self, layer, expert, offset, out):
+            if (layer, expert) == (1, 0):
+                os.write(ready[1], b"x")
+                os.read(never[0], 1)
+            honest(self, layer, expert, offset, out)
+
+        ExpertSource.read = read
+        open_pack(checkpoint.table, checkpoint.directory)
+        os._exit(1)
+    assert os.read(ready[0], 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for handle in (*ready, *never):
+        os.close(handle)
+    read = copied(monkeypatch)
+    assert_good(checkpoint, open_pack(checkpoint.table, checkpoint.directory))
+    assert read == [(1, expert) for expert in range(4)]
+
+
+def test_a_transposed_checkpoint_is_turned_once(tmp_path: Path) -> None:
+    shape = ExpertShape(24, 20, torch.bfloat16, transposed=True)
+    gate_up, down = torch.randn(24, 40).bfloat16(), torch.randn(20, 24).bfloat16()
+    path = tmp_path / "raw"
+    path.write_bytes(b"".join(m.view(torch.uint8).numpy().tobytes() for m in (gate_up, down)))
+    record = ExpertRecord(0, 0, (Segment(path, 0, shape.nbytes),))
+    table = open_pack(ExpertTable(shape, ((record,),)), tmp_path)
+    assert not table.shape.transposed and table.shape.packed == table.shape
+    raw = bytearray(pack_path(table).read_bytes())
+    turned = table.shape.views(torch.frombuffer(raw, dtype=torch.bfloat16)[: shape.numel])
+    assert torch.equal(turned[0], gate_up.t()) and torch.equal(turned[1], down.t())
 
 
 def test_a_full_disk_is_refused_before_writing(checkpoint, cache: Path, monkeypatch) -> None:
@@ -179,5 +285,5 @@ def test_where_packs_live(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_large_experts_are_copied_in_parts(checkpoint, cache: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pack_module, "_CHUNK", 1000)
+    monkeypatch.setattr(packer, "_CHUNK", 1000)
     assert_good(checkpoint, open_pack(checkpoint.table, checkpoint.directory))
