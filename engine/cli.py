@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -24,6 +25,7 @@ from engine.config import (
 )
 from engine.errors import EngineError, UsageError
 from engine.events import Event, Round
+from engine.progress import Pace, describe
 from engine.trace_file import TraceFile
 
 #: The link of benches, unless one is chosen: paced like the machine of MoE-SpeQ's evaluation.
@@ -258,9 +260,11 @@ def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
     if not stream.isatty():
         return lambda stage, done, total: None
 
+    pace = Pace()
+
     def show(stage: str, done: int, total: int) -> None:
-        share = f" {done / total:4.0%} of {total / 2**20:.0f} MiB" if total else ""
-        stream.write(f"\r\x1b[K{stage}{share}" if not total or done < total else "\r\x1b[K")
+        text = describe(stage, done, total, pace.rate(stage, done, time.monotonic()))
+        stream.write(f"\r\x1b[K{text}" if not total or done < total else "\r\x1b[K")
         stream.flush()
 
     return show

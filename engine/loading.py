@@ -77,7 +77,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     directory = resolve_directory(config.model)
     dtype = getattr(torch, config.dtype)
     progress("shared weights", 0, 0)
-    skeleton = load_skeleton(directory, dtype)
+    skeleton = load_skeleton(directory, dtype, lambda done, total: progress("shared weights", done, total), cancelled)
     table = skeleton.table
     threads = config.threads or default_threads(table.shape)
     torch.set_num_threads(threads)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -18,8 +18,9 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import moe
 
-from engine.errors import CheckpointError, ModelError, first_line
+from engine.errors import Cancelled, CheckpointError, ModelError, first_line
 from engine.model.checkpoint import Checkpoint
+from engine.model.empty import build_empty
 from engine.model.ffn import DOWN
 from engine.model.layout import ExpertTable
 from engine.model.locate import Stored, locate_experts, matrices
@@ -45,15 +46,20 @@ class Skeleton:
     shared_bytes: int
 
 
-def load_skeleton(directory: Path, dtype: torch.dtype) -> Skeleton:
-    """Build the architecture and read every weight but the routed experts'.
+def load_skeleton(
+    directory: Path,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Skeleton:
+    """Build the architecture and read every weight but the routed experts' matrices; `progress(done, total bytes)`.
 
     Raises ModelError when the model is no MoE or its experts' layout is unknown, CheckpointError when
-    weights are missing. Both happen before anything large is read.
+    weights are missing; both before anything large is read. Cancelled when `cancelled()` turns true.
     """
     model, modules, experts, shared, checkpoint = _survey(directory, dtype)
     table = locate_experts(model, modules, experts)
-    shared_bytes = _fill(model, checkpoint, shared, dtype, matrices(modules))
+    shared_bytes = _fill(model, checkpoint, shared, dtype, matrices(modules), progress, cancelled)
     return Skeleton(model, list(modules.values()), table, shared_bytes)
 
 
@@ -94,8 +100,7 @@ def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(f"transformers cannot read the config of {directory}: {first_line(error)}") from error
     _check_config(config)
     try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = build_empty(config, dtype)
     except ValueError as error:
         raise ModelError(f"transformers has no causal language model for {config.model_type}") from error
     if not model._can_set_experts_implementation():
@@ -171,11 +176,21 @@ def _sort_tensors(
 
 
 def _fill(
-    model: PreTrainedModel, checkpoint: Checkpoint, shared: dict[str, str], dtype: torch.dtype, experts: set[str]
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    shared: dict[str, str],
+    dtype: torch.dtype,
+    experts: set[str],
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
 ) -> int:
-    """Load the shared weights; returns their bytes. Raises CheckpointError when one is missing."""
+    """Load the shared weights; returns their bytes. Raises CheckpointError when one is missing, Cancelled."""
+    stored = {name: checkpoint.tensors[name].segment.nbytes for name in shared.values()}
+    done, total = 0, sum(stored.values())
     targets = {name: target for target, name in shared.items()}
     for name, tensor in checkpoint.read(list(targets)):
+        if cancelled():
+            raise Cancelled("loading was cancelled")
         target = targets[name]
         expected = model.get_parameter_or_buffer(target).shape
         if tensor.shape != expected:
@@ -184,6 +199,8 @@ def _fill(
             )
         keep = tensor.dtype if not tensor.is_floating_point() else dtype
         set_module_tensor_to_device(model, target, "cpu", value=tensor.to(keep), dtype=keep)
+        done += stored[name]
+        progress(done, total)
     model.tie_weights()
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta and name not in experts]
     if absent:

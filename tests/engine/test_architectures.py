@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from tiny_families import REFUSED, WORKING, family_config, save_family
 from tiny_models import PROMPTS, TinyModel, greedy, mixtral_config, save_model
 
-from engine.config import CacheBudget, EngineConfig, GenerationConfig
+from engine.config import CacheBudget, EngineConfig, GenerationConfig, parse_kernels
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.checkpoint import Checkpoint
+from engine.model.empty import build_empty
+from engine.model.probe import probe
+from engine.model.seams import EXPERTS
 from engine.model.skeleton import load_skeleton
+
+#: As if every kind of layer were known to keep keys and values only.
+ATTENTION_LAYERS = {"full_attention", "linear_attention", "indexed_attention"}
 
 
 def check(
@@ -92,8 +99,6 @@ def test_next_layer_prediction_asks_the_layers_own_router(tiny_model):
 
 
 def test_the_skeleton_leaves_the_experts_on_disk(tiny_model):
-    import torch
-
     skeleton = load_skeleton(tiny_model("qwen3_moe").directory, torch.float32)
     experts = [p for module in skeleton.experts_modules for p in module.parameters()]
     assert experts and all(parameter.is_meta for parameter in experts)
@@ -101,3 +106,46 @@ def test_the_skeleton_leaves_the_experts_on_disk(tiny_model):
     shared = [p for p in skeleton.model.parameters() if id(p) not in here]
     assert not any(parameter.is_meta for parameter in shared)
     assert skeleton.shared_bytes == sum(p.numel() * 4 for p in shared)
+
+
+@pytest.mark.parametrize("kernels", ("all", "none"))
+@pytest.mark.parametrize("name", ("GptOssConfig", "AriaTextConfig"))
+def test_transposed_experts_need_no_pack(name: str, kernels: str, tmp_path):
+    """Slots then hold the matrices as they lie on disk, for torch and for the kernels."""
+    model = save_family(name, tmp_path)
+    expected = greedy(model.reference(), model.directory, PROMPTS[:3], 12)
+    config = EngineConfig(model=str(tmp_path), cache=CacheBudget(slots=2), pack=False, kernels=parse_kernels(kernels))
+    engine = Engine.load(config)
+    try:
+        assert engine.loaded.source.table.shape.transposed
+        together = engine.generate(list(PROMPTS[:3]), GenerationConfig(max_new_tokens=12, k=4))
+        assert [result["token_ids"] for result in together] == expected
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ("MiniMaxConfig", "DeepseekV32Config"))
+def test_what_a_config_does_not_tell_a_probe_finds(name: str, tmp_path, monkeypatch):
+    """Attention in every layer by its config, but a cache of its own; an index whose kind of layer nobody knows yet."""
+    options = REFUSED[name][0] | ({"layer_types": ["full_attention"] * 2} if name == "MiniMaxConfig" else {})
+    family_config(name, options).save_pretrained(tmp_path)
+    monkeypatch.setattr("engine.model.skeleton._BY_POSITION", ATTENTION_LAYERS)
+    with pytest.raises(ModelError, match="cache of its own|index of its own") as refusal:
+        Engine.load(EngineConfig(model=str(tmp_path)))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_probe_finds_attention_that_we_do_not_compute():
+    """Gemma 2 caps its attention scores (and has no experts: it is asked past the check for those)."""
+    model = build_empty(family_config("Gemma2Config", {"head_dim": 8}), torch.float32)
+    with pytest.raises(ModelError, match="softcap is not supported"):
+        probe(model, [])
+
+
+def test_asking_costs_no_memory():
+    """gpt-oss with 11 TB of weights, far more than any machine gives."""
+    options = {**WORKING["GptOssConfig"], "hidden_size": 8192, "intermediate_size": 65536, "num_local_experts": 512}
+    model = build_empty(family_config("GptOssConfig", {**options, "num_hidden_layers": 3}), torch.float32)
+    model.set_experts_implementation(EXPERTS)
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) > 9e12
+    probe(model, [module for module in model.modules() if hasattr(module, "is_transposed")])

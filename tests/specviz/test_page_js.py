@@ -266,3 +266,28 @@ def test_scene_is_bounded():
     )
     assert out["slices"] and out["tokens"]
     assert out["rest"] < 12_001
+
+
+def test_loading_tells_its_rate_and_the_time_left():
+    """4 MiB/s for twenty seconds, behind a gigabyte that was there already."""
+    out = run(
+        """
+    const { createPace } = await import(`file://${process.argv[2]}/pace.js`);
+    const { phaseText } = await import(`file://${process.argv[2]}/views/header.js`);
+    const MIB = 2 ** 20;
+    const load = { stage: "packing experts", done_bytes: 0, total_bytes: 2000 * MIB };
+    const pace = createPace();
+    const first = pace(load, 0);
+    let rate = null;
+    for (let tick = 1; tick <= 200; tick++) rate = pace({ ...load, done_bytes: (1000 + tick * 0.4) * MIB }, tick * 100);
+    const run = { status: "loading" };
+    const text = phaseText({ run, load: { ...load, done_bytes: 1920 * MIB } }, rate);
+    const other = pace({ ...load, stage: "quantizing" }, 20100);
+    console.log(JSON.stringify({ first, rate: rate / MIB, text, other, plain: phaseText({ run, load }) }));
+    """,
+        world="globalThis.document = {};\n",
+    )
+    assert out["first"] is None and out["other"] is None
+    assert out["rate"] == pytest.approx(4)
+    assert out["text"] == "loading packing experts 96 % of 1.95 GiB · 4 MiB/s · 20.0 s left"
+    assert out["plain"].startswith("loading packing experts 0") and "left" not in out["plain"]

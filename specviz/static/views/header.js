@@ -2,6 +2,7 @@
 
 import { el, setText } from "../dom.js";
 import { DASH, bytes, clock, duration, integer, number, percent, plural, value } from "../format.js";
+import { createPace } from "../pace.js";
 
 const MODES = {
   idle: ["waiting", "No run yet"],
@@ -41,6 +42,7 @@ export function createHeader() {
     el("div", { class: "sv-tiles" }, ...Object.values(tiles).map((tile) => tile.root)),
     el("div", { class: "sv-about" }, facts, memory),
   );
+  const pace = createPace();
   let known = null;
 
   function draw(figures, state, now) {
@@ -48,7 +50,7 @@ export function createHeader() {
     setText(badge, state.mode === "recording" && state.label ? `recording · ${state.label}` : name);
     badge.dataset.mode = state.mode;
     badge.title = title;
-    setText(phase, phaseText(figures));
+    setText(phase, phaseText(figures, state.mode === "recording" ? null : pace(figures.load, now)));
     setText(time, clockText(figures, state, now));
     drawProgress(figures);
     setText(change, changeText(figures.knobs, state.acks));
@@ -104,10 +106,11 @@ function createTile(id, label, unit, title) {
 }
 
 /** Where the run is, in a word or two. */
-export function phaseText({ run, load }) {
+export function phaseText({ run, load }, rate = null) {
   if (run.status === "loading" && load) {
     const share = load.total_bytes ? ` ${percent(load.done_bytes / load.total_bytes)} of ${bytes(load.total_bytes)}` : "";
-    return `loading ${load.stage}${share}`;
+    const left = load.total_bytes && rate ? ` · ${bytes(rate)}/s · ${clock((load.total_bytes - load.done_bytes) / rate)} left` : "";
+    return `loading ${load.stage}${share}${left}`;
   }
   if (run.status === "waiting") return "queued";
   if (run.status === "running") return { prefill: "reading the prompt", decode: "decoding" }[run.phase] ?? run.phase ?? "starting";
