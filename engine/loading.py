@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from engine.kernels.linear import use_kernels
 from engine.kernels.native import Native, native
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
-from engine.model.layout import ExpertShape
+from engine.model.layout import ExpertShape, ExpertTable
 from engine.model.routers import RouterProbe
 from engine.model.runner import ModelRunner
 from engine.model.skeleton import Skeleton, load_skeleton
@@ -95,14 +96,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     probe = RouterProbe(skeleton)
     if config.prefetch == "next-layer" and not probe.available:
         raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
-    if config.pack:
-        try:
-            table = open_pack(
-                table, directory, progress=lambda done, total: progress("packing experts", done, total),
-                cancelled=cancelled,
-            )  # fmt: skip
-        except BudgetError as error:
-            log.warning("%s; reading byte ranges of the shards instead", error)
+    table = _pack(config, table, directory, progress, cancelled)
     source = ExpertSource(table, direct=config.link.kind == "disk")
     try:
         draft = _quantize_all(source, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
@@ -128,6 +122,27 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
         kernels,
         threads,
     )
+
+
+def _pack(
+    config: EngineConfig, table: ExpertTable, directory: Path, progress: Progress, cancelled: Callable[[], bool]
+) -> ExpertTable:
+    """`table`, in the pack if the configuration wants one and the disk has room."""
+    if not config.pack:
+        if table.shape.mxfp4:
+            raise ModelError("experts in MXFP4 are unpacked once, into the pack: run without --no-pack")
+        return table
+
+    def packing(done: int, total: int) -> None:
+        progress("packing experts", done, total)
+
+    try:
+        return open_pack(table, directory, progress=packing, cancelled=cancelled)
+    except BudgetError as error:
+        if table.shape.mxfp4:
+            raise
+        log.warning("%s; reading byte ranges of the shards instead", error)
+        return table
 
 
 def _choose_kernels(config: EngineConfig, threads: int) -> frozenset[str]:

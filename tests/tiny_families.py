@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, TinyModel, save_model
 
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
@@ -104,3 +107,24 @@ def family_config(name: str, options: dict[str, Any]) -> transformers.PreTrained
 def save_family(name: str, directory: Path, **how) -> TinyModel:
     """Random weights of a working family; `how` are options of `save_model`."""
     return save_model(directory, family_config(name, WORKING[name]), **how)
+
+
+def save_mxfp4(directory: Path) -> TinyModel:
+    """A gpt-oss as it is published: experts as 4-bit codes and scales of 32 weights each, all else in bfloat16."""
+    sides = {"hidden_size": 64, "intermediate_size": 32}
+    model = save_model(directory, family_config("GptOssConfig", {**WORKING["GptOssConfig"], **sides}))
+    generator = torch.Generator().manual_seed(2)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if tensor.dim() == 3:
+            experts, columns, rows = tensor.shape
+            codes = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator)
+            scales = torch.randint(121, 125, (experts, rows, columns // 32), generator=generator)
+            tensors |= {f"{name}_blocks": codes.byte(), f"{name}_scales": scales.byte()}
+        else:
+            tensors[name] = tensor.bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return model

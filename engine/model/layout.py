@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from engine.model import mxfp4
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -24,7 +26,8 @@ class ExpertShape:
     """The matrices of one expert in the order in which they lie in a slot: gate_up (2I, H), then down (H, I).
 
     Experts without a gate have (I, H) in the place of gate_up. With `transposed` the bytes are those of the transposed
-    matrices, as some checkpoints store them; the pack turns them. `dtype` is the one on disk; `nbytes` counts that.
+    matrices, as some checkpoints store them; the pack turns them. With `mxfp4` they are quantized on disk, each as its
+    blocks and scales; the pack holds them in `dtype`, which else is the one on disk. `nbytes` counts stored bytes.
     All routed experts of a model share one shape. Biases are not part of it (see `engine/model/ffn.py`).
     """
 
@@ -33,6 +36,7 @@ class ExpertShape:
     dtype: torch.dtype
     gated: bool = True
     transposed: bool = False
+    mxfp4: bool = False
 
     @property
     def gate_up(self) -> tuple[int, int]:
@@ -48,12 +52,12 @@ class ExpertShape:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return mxfp4.nbytes(self.numel) if self.mxfp4 else self.numel * self.dtype.itemsize
 
     @property
     def packed(self) -> ExpertShape:
-        """The same expert as the pack stores it: nothing is left to turn."""
-        return replace(self, transposed=False)
+        """The same expert as the pack stores it: ready to use."""
+        return replace(self, transposed=False, mxfp4=False)
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A flat `(numel,)` tensor of any dtype as its (gate_up, down) views, not contiguous if `transposed`."""
@@ -64,6 +68,12 @@ class ExpertShape:
         else:
             gate_up, down = (part.view(shape) for part, shape in parts)
         return gate_up, down
+
+    def unpack(self, raw: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of an expert as they are stored, flat uint8, as [gate_up, down] in `dtype`."""
+        if self.mxfp4:
+            return mxfp4.decode(raw, self.gate_up, self.down)
+        return list(self.views(raw.view(self.dtype)))
 
 
 @dataclass(frozen=True)

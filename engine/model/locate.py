@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
 
 from engine.errors import CheckpointError, ModelError
+from engine.model import mxfp4
 from engine.model.checkpoint import DTYPES, TensorInfo
 from engine.model.ffn import DOWN, gate_up_name
 from engine.model.layout import ExpertRecord, ExpertShape, ExpertTable, Segment
@@ -19,7 +20,8 @@ from engine.model.layout import ExpertRecord, ExpertShape, ExpertTable, Segment
 class Stored:
     """A tensor of the checkpoint that fills an experts parameter, and how transformers would convert it, if at all.
 
-    `pattern` is the one of the converter's source patterns that its name fits.
+    `pattern` is the one of the converter's source patterns that its name fits; of a quantized matrix without a
+    converter, which part it is.
     """
 
     info: TensorInfo
@@ -59,7 +61,10 @@ def _shape(module: Any, stored: list[Stored]) -> ExpertShape:
     dtypes = {one.info.dtype for one in stored}
     if len(turned) != 1 or len(dtypes) != 1:
         raise ModelError(f"{type(module).__name__} stores the matrices of an expert in different ways: not supported")
-    if (dtype := dtypes.pop()) not in DTYPES:
+    dtype = dtypes.pop()
+    if stored[0].pattern in mxfp4.PARTS:
+        return ExpertShape(hidden, intermediate, torch.bfloat16, bool(module.has_gate), mxfp4=True)
+    if dtype not in DTYPES:
         raise ModelError(f"the experts are stored as {dtype}: use a checkpoint in {', '.join(DTYPES)}")
     return ExpertShape(hidden, intermediate, DTYPES[dtype], bool(module.has_gate), module.is_transposed ^ turned.pop())
 
@@ -72,11 +77,10 @@ def _is_turned(stored: Stored) -> bool:
 def _pieces(name: str, entries: list[Stored], experts: int) -> list[tuple[Segment, ...]]:
     """For each expert, the byte ranges that fill its slice of the fused parameter `name`, in order."""
     if len(entries) == 1 and _is_whole(entries[0]):
-        info = entries[0].info
-        if info.shape[0] != experts:
-            raise CheckpointError(f"{info.name} holds {info.shape[0]} experts, the config says {experts}")
-        size = math.prod(info.shape[1:]) * info.segment.nbytes // math.prod(info.shape)
-        return [(Segment(info.segment.path, info.segment.offset + e * size, size),) for e in range(experts)]
+        return [(segment,) for segment in _slices(entries[0].info, experts)]
+    if sorted(entry.pattern for entry in entries) == sorted(mxfp4.PARTS):
+        slices = {entry.pattern: _slices(entry.info, experts) for entry in entries}
+        return list(zip(*(slices[part] for part in mxfp4.PARTS), strict=True))
     found: dict[tuple[int, int], Segment] = {}
     parts = 1
     for entry in entries:
@@ -94,10 +98,18 @@ def _pieces(name: str, entries: list[Stored], experts: int) -> list[tuple[Segmen
     return [tuple(found[e, part] for part in range(parts)) for e in range(experts)]
 
 
+def _slices(info: TensorInfo, experts: int) -> list[Segment]:
+    """A tensor of all experts of a layer, cut into them."""
+    if info.shape[0] != experts:
+        raise CheckpointError(f"{info.name} holds {info.shape[0]} experts, the config says {experts}")
+    size = info.segment.nbytes // experts
+    return [Segment(info.segment.path, info.segment.offset + e * size, size) for e in range(experts)]
+
+
 def _is_whole(stored: Stored) -> bool:
     """Whether the tensor holds a layer's matrix of all experts as the parameter does, or turned."""
     if stored.converter is None:
-        return True
+        return stored.pattern not in mxfp4.PARTS
     operations = stored.converter.operations
     return len(operations) == 1 and _turns(operations[0])
 

@@ -19,7 +19,8 @@ from transformers.core_model_loading import (
 from transformers.integrations import moe
 
 from engine.errors import Cancelled, CheckpointError, ModelError, first_line
-from engine.model.checkpoint import Checkpoint
+from engine.model import mxfp4
+from engine.model.checkpoint import DTYPES, Checkpoint
 from engine.model.empty import build_empty
 from engine.model.ffn import DOWN
 from engine.model.layout import ExpertTable
@@ -113,6 +114,9 @@ def _check_config(config: PreTrainedConfig) -> None:
     """Raise ModelError for what the config alone rules out."""
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder: choose a decoder-only language model")
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise ModelError(f"the checkpoint is quantized ({method}): use one in {', '.join(DTYPES)}, or in MXFP4")
     foreign = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _BY_POSITION
     for reason, kinds in (
         ("keep a state that cannot be taken back after a rejected draft", foreign & _RECURRENT),
@@ -166,7 +170,10 @@ def _sort_tensors(
             # As transformers does it: a name that is right already, though a pattern meant for another fits it.
             target, pattern = name, None
         converter = next((c for c in converters if pattern in c.source_patterns), None) if pattern else None
-        if target in offloaded:
+        matrix, _, part = target.rpartition("_")
+        if part in mxfp4.PARTS and matrix in offloaded:
+            experts.setdefault(matrix, []).append(Stored(info, None, part))
+        elif target in offloaded:
             experts.setdefault(target, []).append(Stored(info, converter, pattern or ""))
         elif converter is not None and target in parameters:
             raise ModelError(f"{name} needs a conversion on loading that is not supported: {type(model).__name__}")

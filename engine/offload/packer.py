@@ -1,4 +1,4 @@
-"""Writing the records of a pack: read from the shards, turned where they lie transposed, padded to whole pages."""
+"""Writing the records of a pack: read from the shards, turned or unpacked if need be, padded to whole pages."""
 
 from __future__ import annotations
 
@@ -58,16 +58,17 @@ def _pieces(
 ) -> Iterator[memoryview]:
     """The `stride` bytes of one record. A piece is valid until the next."""
     shape = source.table.shape
-    # What is written as it is read needs no more memory than a chunk; what is turned must be whole.
-    buffer = torch.empty(shape.nbytes if shape.transposed else min(_CHUNK, shape.nbytes), dtype=torch.uint8)
+    as_it_is = shape == shape.packed
+    # What is written as it is read needs no more memory than a chunk; what is converted must be whole.
+    buffer = torch.empty(min(_CHUNK, shape.nbytes) if as_it_is else shape.nbytes, dtype=torch.uint8)
     for offset in range(0, shape.nbytes, _CHUNK):
         check(cancelled)
-        start = offset if shape.transposed else 0
+        start = 0 if as_it_is else offset
         part = buffer[start : start + min(_CHUNK, shape.nbytes - offset)]
         source.read(record.layer, record.expert, offset, part)
-        if not shape.transposed:
+        if as_it_is:
             yield part.numpy().data
-    if shape.transposed:
-        for matrix in shape.views(buffer.view(shape.dtype)):
+    if not as_it_is:
+        for matrix in shape.unpack(buffer):
             yield matrix.contiguous().view(torch.uint8).flatten().numpy().data
     yield memoryview(bytes(stride - shape.packed.nbytes))

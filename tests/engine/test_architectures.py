@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_families import REFUSED, WORKING, family_config, save_family
+from tiny_families import REFUSED, WORKING, family_config, save_family, save_mxfp4
 from tiny_models import PROMPTS, TinyModel, greedy, mixtral_config, save_model
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, parse_kernels
@@ -149,3 +149,21 @@ def test_asking_costs_no_memory():
     model.set_experts_implementation(EXPERTS)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) > 9e12
     probe(model, [module for module in model.modules() if hasattr(module, "is_transposed")])
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """transformers dequantizes MXFP4 too where there is no GPU: the same values, the same text."""
+    model = save_mxfp4(tmp_path)
+    check(model)
+    table = load_skeleton(tmp_path, torch.float32).table
+    assert table.shape.mxfp4 and table.shape.nbytes * 32 == table.shape.numel * 17
+    with pytest.raises(ModelError, match="run without --no-pack"):
+        Engine.load(EngineConfig(model=str(tmp_path), pack=False))
+
+
+def test_other_quantized_checkpoints_are_refused(tmp_path):
+    config = mixtral_config()
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"quantized \(fp8\): use one in F32, BF16, F16, or in MXFP4"):
+        Engine.load(EngineConfig(model=str(tmp_path)))
