@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_architectures import WORKING, tiny
+from tiny_families import WORKING, save_family
 from tiny_models import CONFIGS, PROMPTS, save_model
 
 from engine.config import EMBEDDED_MODEL, KERNELS, CacheBudget, EngineConfig, GenerationConfig
@@ -51,7 +51,7 @@ def directory_of(tmp_path_factory):
         directory = tmp_path_factory.mktemp(name)
         if name in CONFIGS:
             return save_model(directory, CONFIGS[name]()).directory
-        return tiny(name, WORKING[name], directory).directory
+        return save_family(name, directory).directory
 
     return make
 
