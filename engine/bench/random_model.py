@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig
 
 from engine.config import EMBEDDED_MODEL, cache_directory
-from engine.errors import BudgetError
+from engine.model.new_checkpoint import SHARD, new_checkpoint
 
 #: What `--model` calls it.
 RANDOM_MODEL = "random-8x135m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-SHARD = "400MB"
 # The page-aligned pack of the experts will lie beside it.
 COPIES = 2
 
@@ -64,19 +61,9 @@ def save_random_model(directory: Path, config: MixtralConfig) -> None:
     """
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory.parent).free
-    except OSError as error:
-        raise BudgetError(f"cannot write {directory}: {error.strerror}") from error
     need = COPIES * weights * torch.bfloat16.itemsize
-    if free < need:
-        raise BudgetError(
-            f"{directory.parent} has {free / 1e9:.1f} GB free, this model and its pack need {need / 1e9:.1f} GB: "
-            "free some, or set SPECVIZ_CACHE to a directory on another disk"
-        )
-    partial = directory.with_name(f"{directory.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
+    advice = "free some, or set SPECVIZ_CACHE to a directory on another disk"
+    with new_checkpoint(directory, need, advice) as partial:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -84,8 +71,3 @@ def save_random_model(directory: Path, config: MixtralConfig) -> None:
         model.save_pretrained(partial, max_shard_size=SHARD)
         for name in TOKENIZER_FILES:
             shutil.copyfile(EMBEDDED_MODEL / name, partial / name)
-        os.replace(partial, directory)
-    except OSError as error:
-        raise BudgetError(f"cannot write {directory}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -108,7 +108,7 @@ def test_the_random_model_is_large_and_shaped_like_the_upcycled_one():
 
 
 def test_a_random_model_runs(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(random_model, "SHARD", "20KB")
+    monkeypatch.setattr(random_model, "SHARD", 20_000)
     directory = tmp_path / "models" / "tiny"
     save_random_model(directory, mixtral_config(vocab_size=5000))
     assert len(list(directory.glob("*.safetensors"))) > 1
