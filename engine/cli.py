@@ -143,6 +143,7 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="F", help="a file with the text to continue")
+    add("--chat", action="store_true", help="the prompt is a message to answer, in the model's chat template")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="where to stop at the latest")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
     add("--top-k", type=int, default=0, metavar="N", help="keep the N likeliest tokens; 0 keeps all")
@@ -194,6 +195,7 @@ def _generate(options: argparse.Namespace) -> int:
         stop=tuple(options.stop),
         k=options.k,
         k_max=options.k_max,
+        chat=options.chat,
     )
     prompt = options.prompt if options.prompt is not None else _read_prompt(options.prompt_file)
     if not prompt.strip():

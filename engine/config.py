@@ -165,7 +165,10 @@ def parse_kernels(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What is decided for one request. `k` is a draft length from 0 to K_LIMIT, or "auto"."""
+    """What is decided for one request. `k` is a draft length from 0 to K_LIMIT, or "auto".
+
+    `chat`: the prompt is a user's message, put into the model's chat template; else it is continued as it is.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -175,6 +178,7 @@ class GenerationConfig:
     stop: tuple[str, ...] = ()
     k: int | str = "auto"
     k_max: int = 8
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def open_run(
 
 
 def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationConfig) -> Sequence:
-    ids = _encode(loaded.tokenizer, prompt)
+    ids = _encode(loaded.tokenizer, prompt, options.chat)
     context = getattr(loaded.runner.config, "max_position_embeddings", None)
     if context is not None and len(ids) + options.max_new_tokens > context:
         room = context - len(ids)
@@ -85,11 +86,20 @@ def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationCo
     return Sequence(slot, ids, options.max_new_tokens, TextStream(loaded.tokenizer, ids, options.stop))
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
     if not prompt.strip():
         raise UsageError("the prompt is empty: write at least one word")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the prompt is not valid Unicode text: look at character {error.start + 1}") from error
-    return tokenizer(prompt)["input_ids"]
+    if not chat:
+        return tokenizer(prompt)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise UsageError("this model has no chat template: leave out --chat, or choose a model that was tuned to chat")
+    # Sanitized: what looks like the end of a message in the prompt is text.
+    message = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
+    )
+    return cast(list[int], ids)

@@ -245,7 +245,7 @@ def test_every_flag_reaches_the_configuration(model: str, cache, capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     known = {word.strip(",") for word in capsys.readouterr().out.split() if word.startswith("--")}
-    told = {"--help", "--model", "--prompt", "--prompt-file", "--trace", "--json", "--debug", "--no-pack"}
+    told = {"--help", "--model", "--prompt", "--prompt-file", "--trace", "--json", "--debug", "--no-pack", "--chat"}
     assert {word for word in known if word.strip("-")} - told == set(FLAGS)
 
 
