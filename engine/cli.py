@@ -1,4 +1,4 @@
-"""The command line: `python -m engine generate | bench | doctor`."""
+"""The command line: `python -m engine generate | bench | upcycle | doctor`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.config import (
     EMBEDDED_MODEL,
     POLICIES,
     PREFETCH_SOURCES,
+    UPCYCLING_TEXT,
     CacheBudget,
     EngineConfig,
     GenerationConfig,
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     # Set before transformers is imported: a command line shows one message, not a library's log.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         options = _parser().parse_args(arguments)
         return options.command(options)
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m engine", description="Speculative decoding on offloaded MoE models.")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|doctor")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|upcycle|doctor")
     generate = commands.add_parser("generate", help="generate text", formatter_class=_Formatter)
     _add_engine_options(generate)
     _add_generation_options(generate)
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
     generate.set_defaults(command=_generate)
     _add_bench(commands)
+    _add_upcycle(commands)
     _add_doctor(commands)
     return parser
 
@@ -101,6 +104,27 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
     bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))
+
+
+def _add_upcycle(commands: Any) -> None:
+    about = (
+        "Make a Mixtral of a small dense Llama, with no training: experts are copies of its feed-forward networks "
+        "with a little noise, routers are clusters of its hidden states."
+    )
+    upcycle = commands.add_parser("upcycle", help="make a Mixture-of-Experts of a small dense model",
+                                  description=about, formatter_class=_Formatter)  # fmt: skip
+    add = upcycle.add_argument
+    add("--base", required=True, metavar="DIR_OR_ID_OR_GGUF",
+        help="the dense model: a directory, a hub id, or a .gguf file (pip install gguf)")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="DIR", help="a new directory for the result")
+    add("--experts", type=int, default=8, metavar="N", help="experts a layer")
+    add("--top-k", type=int, default=2, metavar="N", help="experts that a token is routed to")
+    add("--noise", type=float, default=0.06, metavar="X", help="how far experts differ, as a share of their weights")
+    add("--text", type=Path, default=UPCYCLING_TEXT, metavar="FILE", help="what the routers are made for")
+    add("--seed", type=int, default=0, metavar="S", help="the same seed gives the same model")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    upcycle.set_defaults(command=_upcycle)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -197,7 +221,7 @@ def _generate(options: argparse.Namespace) -> int:
         k_max=options.k_max,
         chat=options.chat,
     )
-    prompt = options.prompt if options.prompt is not None else _read_prompt(options.prompt_file)
+    prompt = options.prompt if options.prompt is not None else _read_text(options.prompt_file, "the prompt")
     if not prompt.strip():
         raise UsageError("the prompt is empty: write at least one word")
     from engine.engine import Engine  # after the checks: torch takes seconds to import
@@ -238,6 +262,18 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _upcycle(options: argparse.Namespace) -> int:
+    from engine.upcycle.recipe import Recipe
+
+    recipe = Recipe(options.experts, options.top_k, options.noise, options.seed)
+    text = _read_text(options.text, "the text")
+    from engine.upcycle.convert import format_report, upcycle  # after the checks: torch takes seconds to import
+
+    report = upcycle(options.base, options.out, text, recipe, _progress_line(sys.stderr))
+    print(json.dumps(report, ensure_ascii=False) if options.json else format_report(report))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from engine.doctor import examine, format_doctor
 
@@ -249,12 +285,12 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_prompt(path: Path) -> str:
+def _read_text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the prompt from {path}: {reason}") from error
+        raise UsageError(f"cannot read {what} from {path}: {reason}") from error
 
 
 def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:

@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import UsageError
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "models" / "stories-moe"
+UPCYCLING_TEXT = Path(__file__).resolve().parent.parent / "assets" / "upcycling.txt"
 
 DTYPES = ("float32", "bfloat16")
 DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "none")

@@ -92,7 +92,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
             f"the cache budget of {config.cache.nbytes} bytes holds no expert a layer: this model needs at least "
             f"{need} bytes ({need / 2**20:.1f} MiB, one slot in each of {table.layers} layers)"
         )
-    tokenizer = _load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     probe = RouterProbe(skeleton)
     if config.prefetch == "next-layer" and not probe.available:
         raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
@@ -162,9 +162,10 @@ def default_threads(shape: ExpertShape) -> int:
     return min(cores, MOST_THREADS)
 
 
-def _load_tokenizer(directory) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path, **options: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local checkpoint; `gguf_file` names the file that holds it, if one does. Raises ModelError."""
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"no tokenizer in {directory} ({reason}): fetch tokenizer.json too") from error

@@ -86,6 +86,7 @@ def test_wrong_usage(option: str, model: str, fails):
         ["bench", "--suite", "speed"],
         ["bench", "--suite", "kernels", "--repeats", "0"],
         ["doctor", "--nope"],
+        ["upcycle", "--base", "somewhere"],
     ),
 )
 def test_wrong_commands(arguments: list[str], fails):
