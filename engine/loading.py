@@ -78,7 +78,10 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     directory = resolve_directory(config.model)
     dtype = getattr(torch, config.dtype)
     progress("shared weights", 0, 0)
-    skeleton = load_skeleton(directory, dtype, lambda done, total: progress("shared weights", done, total), cancelled)
+    skeleton = load_skeleton(
+        directory, dtype, lambda done, total: progress("shared weights", done, total), cancelled,
+        lambda table: _check_pack(config, table),
+    )  # fmt: skip
     table = skeleton.table
     threads = config.threads or default_threads(table.shape)
     torch.set_num_threads(threads)
@@ -124,13 +127,16 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     )
 
 
+def _check_pack(config: EngineConfig, table: ExpertTable) -> None:
+    if table.shape.mxfp4 and not config.pack:
+        raise ModelError("experts in MXFP4 are unpacked once, into the pack: run without --no-pack")
+
+
 def _pack(
     config: EngineConfig, table: ExpertTable, directory: Path, progress: Progress, cancelled: Callable[[], bool]
 ) -> ExpertTable:
     """`table`, in the pack if the configuration wants one and the disk has room."""
     if not config.pack:
-        if table.shape.mxfp4:
-            raise ModelError("experts in MXFP4 are unpacked once, into the pack: run without --no-pack")
         return table
 
     def packing(done: int, total: int) -> None:

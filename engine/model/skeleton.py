@@ -52,15 +52,19 @@ def load_skeleton(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    accept: Callable[[ExpertTable], None] = lambda table: None,
 ) -> Skeleton:
     """Build the architecture and read every weight but the routed experts' matrices; `progress(done, total bytes)`.
 
-    Raises ModelError when the model is no MoE or its experts' layout is unknown, CheckpointError when
-    weights are missing; both before anything large is read. Cancelled when `cancelled()` turns true.
+    Raises ModelError when the model is no MoE or its experts' layout is unknown, CheckpointError when weights are
+    missing, and what `accept` raises of where the experts lie: all before anything large is read. Cancelled when
+    `cancelled()` turns true.
     """
     model, modules, experts, shared, checkpoint = _survey(directory, dtype)
     table = locate_experts(model, modules, experts)
-    shared_bytes = _fill(model, checkpoint, shared, dtype, matrices(modules), progress, cancelled)
+    accept(table)
+    _check_shared(model, checkpoint, shared, matrices(modules))
+    shared_bytes = _fill(model, checkpoint, shared, dtype, progress, cancelled)
     return Skeleton(model, list(modules.values()), table, shared_bytes)
 
 
@@ -182,38 +186,43 @@ def _sort_tensors(
     return experts, shared
 
 
-def _fill(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    shared: dict[str, str],
-    dtype: torch.dtype,
-    experts: set[str],
-    progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
-) -> int:
-    """Load the shared weights; returns their bytes. Raises CheckpointError when one is missing, Cancelled."""
-    stored = {name: checkpoint.tensors[name].segment.nbytes for name in shared.values()}
-    done, total = 0, sum(stored.values())
-    targets = {name: target for target, name in shared.items()}
-    for name, tensor in checkpoint.read(list(targets)):
-        if cancelled():
-            raise Cancelled("loading was cancelled")
-        target = targets[name]
-        expected = model.get_parameter_or_buffer(target).shape
-        if tensor.shape != expected:
-            raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(expected)}: files of two models?"
-            )
-        keep = tensor.dtype if not tensor.is_floating_point() else dtype
-        set_module_tensor_to_device(model, target, "cpu", value=tensor.to(keep), dtype=keep)
-        done += stored[name]
-        progress(done, total)
+def _check_shared(model: PreTrainedModel, checkpoint: Checkpoint, shared: dict[str, str], experts: set[str]) -> None:
+    """Raise CheckpointError, from the headers alone, for a shared weight that is missing or of another shape."""
     model.tie_weights()
-    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta and name not in experts]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    absent = [tied[0] for tied in names.values() if not any(name in shared or name in experts for name in tied)]
     if absent:
         raise CheckpointError(
             f"the checkpoint lacks {absent[0]}{f' and {len(absent) - 1} more weights' if len(absent) > 1 else ''}: "
             "incomplete download? Fetch it again"
         )
+    for target, name in shared.items():
+        stored, expected = checkpoint.tensors[name].shape, tuple(model.get_parameter_or_buffer(target).shape)
+        if stored != expected:
+            raise CheckpointError(f"{name} has shape {stored}, the config says {expected}: files of two models?")
+
+
+def _fill(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    shared: dict[str, str],
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+) -> int:
+    """Load the shared weights; returns their bytes. Raises CheckpointError when one cannot be read, Cancelled."""
+    targets = {name: target for target, name in shared.items()}
+    stored = {name: checkpoint.tensors[name].segment.nbytes for name in targets}
+    done, total = 0, sum(stored.values())
+    for name, tensor in checkpoint.read(list(targets)):
+        if cancelled():
+            raise Cancelled("loading was cancelled")
+        keep = tensor.dtype if not tensor.is_floating_point() else dtype
+        set_module_tensor_to_device(model, targets[name], "cpu", value=tensor.to(keep), dtype=keep)
+        done += stored[name]
+        progress(done, total)
+    model.tie_weights()
     kept = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if not p.is_meta}
     return sum(kept.values())
