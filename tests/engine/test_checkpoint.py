@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from tiny_families import save_family
 from tiny_models import CONFIGS, PROMPTS
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig
@@ -17,6 +18,7 @@ from engine.engine import Engine
 from engine.errors import Cancelled, CheckpointError
 from engine.model import checkpoint as checkpoints
 from engine.model.checkpoint import Checkpoint, read_header
+from engine.model.ffn import DOWN, gate_up_name
 from engine.model.layout import ExpertRecord
 from engine.model.skeleton import load_skeleton
 
@@ -167,3 +169,23 @@ def test_an_unreadable_shard_is_named(tiny_model, tmp_path):
     victim.mkdir()
     with pytest.raises(CheckpointError, match=victim.name):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ("GptOssConfig", "NemotronHConfig"))
+def test_byte_ranges_of_other_layouts(name: str, tmp_path: Path):
+    """Transposed with biases, and without a gate, in several shards: what is left in the model is not in a record."""
+    model = save_family(name, tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    skeleton = load_skeleton(model.directory, torch.float32)
+    table, reference = skeleton.table, dict(model.reference().named_modules())
+    names = {id(module): name for name, module in skeleton.model.named_modules()}
+    for layer, ours in enumerate(skeleton.experts_modules):
+        module = reference[names[id(ours)]]
+        for expert in range(table.experts):
+            raw = torch.frombuffer(bytearray(stored(table.records[layer][expert])), dtype=torch.float32)
+            for view, matrix in zip(table.shape.views(raw), (gate_up_name(ours), DOWN), strict=True):
+                expected = module.get_parameter(matrix)[expert]
+                assert torch.equal(view, expected.t() if ours.is_transposed else expected)
+        if ours.has_bias:
+            assert torch.equal(ours.gate_up_proj_bias, module.gate_up_proj_bias)
+            assert torch.equal(ours.down_proj_bias, module.down_proj_bias)
