@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     rename_source_key,
 )
 from transformers.integrations import moe
@@ -76,7 +77,9 @@ def survey(directory: Path, dtype: torch.dtype) -> tuple[ExpertTable, int]:
     model, modules, experts, *_ = _survey(directory, dtype)
     model.tie_weights()
     offloaded = matrices(modules)
-    shared_bytes = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name not in offloaded)
+    kept_as = _kept_dtypes(model, dtype)
+    shared = {name: p.numel() for name, p in model.named_parameters() if name not in offloaded}
+    shared_bytes = sum(numel * kept_as(name).itemsize for name, numel in shared.items())
     return locate_experts(model, modules, experts), shared_bytes
 
 
@@ -204,6 +207,18 @@ def _check_shared(model: PreTrainedModel, checkpoint: Checkpoint, shared: dict[s
             raise CheckpointError(f"{name} has shape {stored}, the config says {expected}: files of two models?")
 
 
+def _kept_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """What transformers keeps each parameter or buffer in: routers of many families stay in float32 by its plan."""
+    plan = model._get_dtype_plan(dtype)
+    pattern, groups, _ = build_glob_alternation(list(plan)) if plan else (None, {}, {})
+
+    def kept_as(name: str) -> torch.dtype:
+        match = pattern.search(name) if pattern else None
+        return plan[groups[match.lastgroup or ""]] if match else model.get_parameter_or_buffer(name).dtype
+
+    return kept_as
+
+
 def _fill(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
@@ -216,10 +231,11 @@ def _fill(
     targets = {name: target for target, name in shared.items()}
     stored = {name: checkpoint.tensors[name].segment.nbytes for name in targets}
     done, total = 0, sum(stored.values())
+    kept_as = _kept_dtypes(model, dtype)
     for name, tensor in checkpoint.read(list(targets)):
         if cancelled():
             raise Cancelled("loading was cancelled")
-        keep = tensor.dtype if not tensor.is_floating_point() else dtype
+        keep = kept_as(targets[name])
         set_module_tensor_to_device(model, targets[name], "cpu", value=tensor.to(keep), dtype=keep)
         done += stored[name]
         progress(done, total)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tiny_families import save_family
 from tiny_models import CONFIGS, PROMPTS
+from transformers import AutoModelForCausalLM
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig
 from engine.engine import Engine
@@ -20,7 +21,7 @@ from engine.model import checkpoint as checkpoints
 from engine.model.checkpoint import Checkpoint, read_header
 from engine.model.ffn import DOWN, gate_up_name
 from engine.model.layout import ExpertRecord
-from engine.model.skeleton import load_skeleton
+from engine.model.skeleton import load_skeleton, survey
 
 
 def stored(record: ExpertRecord) -> bytes:
@@ -189,3 +190,18 @@ def test_byte_ranges_of_other_layouts(name: str, tmp_path: Path):
         if ours.has_bias:
             assert torch.equal(ours.gate_up_proj_bias, module.gate_up_proj_bias)
             assert torch.equal(ours.down_proj_bias, module.down_proj_bias)
+
+
+@pytest.mark.parametrize(
+    "name", ("DeepseekV3Config", "HunYuanMoEV1Config", "FlintConfig", "Lfm2MoeConfig", "GptOssConfig")
+)
+def test_shared_weights_in_bfloat16_are_those_of_transformers(name: str, tmp_path: Path):
+    """Routers, their biases and sinks stay in float32 where transformers keeps them: rounding routes otherwise."""
+    save_family(name, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    skeleton = load_skeleton(tmp_path, torch.bfloat16)
+    here = {name: tensor for name, tensor in skeleton.model.state_dict().items() if not tensor.is_meta}
+    assert len(expected) - len(here) == 2 * len(skeleton.experts_modules)
+    for name, tensor in here.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    assert survey(tmp_path, torch.bfloat16)[1] == skeleton.shared_bytes
