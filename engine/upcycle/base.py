@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from engine.errors import CheckpointError, ModelError
+from engine.errors import CheckpointError, ModelError, first_line
 from engine.loading import load_tokenizer
 from engine.model.checkpoint import Checkpoint, resolve_directory
 
@@ -49,7 +49,7 @@ def load_base(base: str) -> Base:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, **gguf)
     except Exception as error:  # a damaged file fails in many ways
-        raise ModelError(f"transformers cannot read the config of {base}: {_first_line(error)}") from error
+        raise ModelError(f"transformers cannot read the config of {base}: {first_line(error)}") from error
     check_config(config)
     if not gguf:
         Checkpoint.open(directory)
@@ -91,13 +91,9 @@ def _load_weights(base: str, directory: Path, gguf: dict[str, str]) -> PreTraine
             directory, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True, **unpack
         )
     except Exception as error:  # transformers and gguf raise whatever the damage leads to
-        raise CheckpointError(f"cannot load {base} ({_first_line(error)}): fetch it again") from error
+        raise CheckpointError(f"cannot load {base} ({first_line(error)}): fetch it again") from error
     model, info = loaded
     absent = sorted(info["missing_keys"])
     if absent:
         raise CheckpointError(f"{base} lacks {absent[0]}: incomplete download? Fetch it again")
     return model.eval()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import Cancelled, UsageError
 from engine.loading import Progress
@@ -62,7 +62,7 @@ def upcycle(
             progress("writing the experts", written, report["bytes"])
         writer.finish()
         config.save_pretrained(directory)
-        dense.model.generation_config.save_pretrained(directory)
+        _endings(dense.model).save_pretrained(directory)
         dense.tokenizer.save_pretrained(directory)
     return {"model": str(out)} | report
 
@@ -82,6 +82,12 @@ def mixtral_config(config: PreTrainedConfig, recipe: Recipe) -> MixtralConfig:
         architectures=["MixtralForCausalLM"],
         dtype=torch.bfloat16,
     )
+
+
+def _endings(model: PreTrainedModel) -> GenerationConfig:
+    """The ids that begin and end a text. How the base samples stays behind: not all that is read can be written."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(model.generation_config, name) for name in names})
 
 
 def mixtral_tensors(

@@ -96,6 +96,15 @@ def test_a_gguf_file_gives_what_its_checkpoint_gives(base: TinyModel, tmp_path: 
     assert theirs.chat_template == TEMPLATE
 
 
+def test_the_ids_that_end_a_text_go_along(base: TinyModel, tmp_path: Path):
+    """Also from settings that transformers reads but would not write: sampling without do_sample."""
+    copy = tmp_path / "base"
+    shutil.copytree(base.directory, copy)
+    (copy / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [0, 7]}')
+    upcycle(str(copy), tmp_path / "out", TEXT, RECIPE)
+    assert load(tmp_path / "out").generation_config.eos_token_id == [0, 7]
+
+
 def test_experts_are_noisy_copies_and_all_else_is_the_same(base: TinyModel, sparse: TinyModel):
     dense, mixtral = base.reference(), load(sparse.directory)
     assert isinstance(mixtral, MixtralForCausalLM)
