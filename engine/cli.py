@@ -24,7 +24,7 @@ from engine.config import (
     LinkConfig,
     parse_kernels,
 )
-from engine.errors import EngineError, UsageError
+from engine.errors import EngineError, UsageError, one_line
 from engine.events import Event, Round
 from engine.progress import Pace, describe
 from engine.trace_file import TraceFile
@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        reason = " ".join(str(error).split()) or "no message"
-        print(f"error: {type(error).__name__}: {reason} (--debug shows where)", file=sys.stderr)
+        print(f"error: {one_line(error)} (--debug shows where)", file=sys.stderr)
         return 1
 
 

@@ -38,3 +38,10 @@ class Cancelled(EngineError):
 def first_line(error: BaseException) -> str:
     """What another library's exception says, short enough for a message of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """What a person is told: an engine's own message as it is, any other's first line with its type in front."""
+    told = first_line(error)
+    name = type(error).__name__
+    return told if isinstance(error, EngineError) or told == name else f"{name}: {told}"

@@ -7,6 +7,7 @@ is half done, after the chunk that is being moved; two workers share the chunks 
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from engine.errors import Cancelled, TransferError
+from engine.errors import Cancelled, CheckpointError, TransferError, one_line
 from engine.offload.transfer import CANCELLED, DONE, ENDED, FAILED, QUEUED, RUNNING, Chunk, Transfer
 from engine.offload.worker import Source, Worker
+
+log = logging.getLogger(__name__)
 
 #: A stop flag belongs to somebody else and cannot wake our waits: look at it this often.
 STOP_POLL_S = 0.02
@@ -44,9 +47,15 @@ class Link(ABC):
         self._active: dict[int, Transfer] = {}
         self._count = 0
         self._closed = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._disowned: list[Worker] = []
-        self._workers = [Worker(self._work, f"link-{index}") for index in range(workers)]
+        self._workers: list[Worker] = []
+        try:
+            for index in range(workers):
+                self._workers.append(Worker(self._work, f"link-{index}"))
+        except RuntimeError as error:
+            self.close()
+            raise TransferError(f"the link's threads could not be started ({error}): end other programs") from error
 
     @property
     def depth(self) -> int:
@@ -83,8 +92,13 @@ class Link(ABC):
         once, whatever happens. Raises TransferError when the link is closed or broken.
         """
         with self._lock:
-            if self._closed or self._failure:
-                raise TransferError("the link is closed") from self._failure
+            if self._closed:
+                raise TransferError("the link is closed: load the model again")
+            if self._failure:
+                raise self._broken() from self._failure
+            for index, worker in enumerate(self._workers):
+                if worker.dead:
+                    self._workers[index] = Worker(self._work, worker.thread.name)
             self._count += 1
             transfer = Transfer(
                 self._count,
@@ -180,9 +194,13 @@ class Link(ABC):
             self._conclude(transfer)
 
     def check(self) -> None:
-        """Raise what broke a worker, if anything did."""
+        """Raise TransferError if an `on_done` failed: what it kept books of cannot be trusted any more."""
         if self._failure:
-            raise self._failure
+            raise self._broken() from self._failure
+
+    def _broken(self) -> TransferError:
+        assert self._failure is not None
+        return TransferError(f"the link broke down ({one_line(self._failure)}): load the model again")
 
     def close(self) -> None:
         """Cancel everything, wake all waiters, join the workers and close the source."""
@@ -204,13 +222,33 @@ class Link(ABC):
             self.source.close()
 
     def _work(self, worker: Worker) -> None:
-        while (chunk := self._take(worker)) is not None:
-            error: Exception | None = None
-            try:
-                self._move(chunk, worker)
-            except Exception as caught:
-                error = caught
-            self._put_down(worker, chunk, error)
+        """Land chunks until the link closes. A worker that dies of anything says so: nobody waits for the dead."""
+        try:
+            while (chunk := self._take(worker)) is not None:
+                error: BaseException | None = None
+                try:
+                    self._move(chunk, worker)
+                except BaseException as caught:
+                    error = caught
+                self._put_down(worker, chunk, error)
+        except BaseException as error:
+            self._bury(worker, error)
+
+    def _bury(self, worker: Worker, error: BaseException) -> None:
+        """`worker` died outside of a read: end all that is on the link. The next `submit` replaces it."""
+        log.error("a worker of the link died", exc_info=error)
+        reason = f"a worker of the link died ({one_line(error)})"
+        with self._lock:
+            worker.dead = True
+            if worker.chunk is not None:
+                worker.chunk.transfer.in_flight -= 1
+                worker.chunk = None
+            pending = list(self._active.values())
+            for transfer in pending:
+                transfer.ending, transfer.error = FAILED, transfer.error or TransferError(f"{reason}: run it again")
+            ended = [transfer for transfer in pending if self._try_end(transfer)]
+        for transfer in ended:
+            self._conclude(transfer)
 
     def _take(self, worker: Worker) -> Chunk | None:
         """The most urgent chunk, waiting for one; None when the worker must end."""
@@ -245,7 +283,7 @@ class Link(ABC):
     def _move(self, chunk: Chunk, worker: Worker) -> None:
         worker.land(chunk, self.source)
 
-    def _put_down(self, worker: Worker, chunk: Chunk, error: Exception | None) -> None:
+    def _put_down(self, worker: Worker, chunk: Chunk, error: BaseException | None) -> None:
         transfer = chunk.transfer
         with self._lock:
             worker.chunk = None
@@ -256,7 +294,7 @@ class Link(ABC):
             if error is None:
                 transfer.bytes_moved += chunk.nbytes
             elif not transfer.ending:
-                transfer.error = self._explain(transfer, str(error))
+                transfer.error = self._explain(transfer, error)
                 transfer.error.__cause__ = error
                 transfer.ending = FAILED
             if not transfer.ending and transfer.bytes_moved == transfer.nbytes:
@@ -282,15 +320,19 @@ class Link(ABC):
         try:
             if transfer.on_done is not None:
                 transfer.on_done(transfer)
-        except Exception as error:
+        except BaseException as error:
             self._failure = self._failure or error
-        with self._lock:
-            transfer.finished = True
-            self._landed.notify_all()
+        finally:
+            with self._lock:
+                transfer.finished = True
+                self._landed.notify_all()
 
-    def _explain(self, transfer: Transfer, reason: str) -> TransferError:
-        path = self.source.path(transfer.layer, transfer.expert)
+    def _explain(self, transfer: Transfer, reason: BaseException | str) -> TransferError:
+        what = f"expert {transfer.expert} of layer {transfer.layer}"
+        if isinstance(reason, CheckpointError):
+            return TransferError(f"{what} did not arrive: {reason}")
+        told = reason if isinstance(reason, str) else str(reason) or type(reason).__name__
         return TransferError(
-            f"expert {transfer.expert} of layer {transfer.layer} could not be read from {path}: {reason}. "
+            f"{what} could not be read from {self.source.path(transfer.layer, transfer.expert)}: {told}. "
             "Check the disk, or fetch the model again"
         )

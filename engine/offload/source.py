@@ -63,7 +63,7 @@ class ExpertSource:
     def read(self, layer: int, expert: int, offset: int, out: torch.Tensor) -> None:
         """Fill `out` (flat uint8) with the expert's stored bytes from `offset` on.
 
-        Raises CheckpointError when the file ends too early, OSError when the device fails.
+        Raises CheckpointError when the file ends too early or the device fails.
         """
         view = out.numpy().data
         start = 0
@@ -137,7 +137,13 @@ class _File:
         """Read into `out` until `needed` bytes of it are there; the last page of a file may be short."""
         done = 0
         while done < needed:
-            got = os.preadv(self._fd, [out[done:]], offset + done)
+            try:
+                got = os.preadv(self._fd, [out[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path} cannot be read at byte {offset + done}: {error.strerror} "
+                    "(check the disk, or fetch the model again)"
+                ) from error
             if not got:
                 raise CheckpointError(f"{self.path} is cut off at byte {offset + done} ({_INCOMPLETE})")
             done += got

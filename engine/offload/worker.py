@@ -34,13 +34,15 @@ class Source(Protocol):
 class Worker:
     """A thread that runs `work(self)`; `chunk` is what it moves, `since_ns` since when.
 
-    A disowned worker got stuck in a read: what it brings is ignored, and it ends when it comes back.
+    A disowned worker got stuck in a read: what it brings is ignored, and it ends when it comes back. A dead one ended
+    by an error outside of a read.
     """
 
     def __init__(self, work: Callable[[Worker], None], name: str) -> None:
         self.chunk: Chunk | None = None
         self.since_ns = 0
         self.disowned = False
+        self.dead = False
         self._staging: torch.Tensor | None = None
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()

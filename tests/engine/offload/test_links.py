@@ -250,7 +250,7 @@ def test_an_error_in_a_callback_is_kept_and_raised(link: OneByOne) -> None:
         raise KeyError("bug")
 
     link.wait(submit(link, 0, 0, on_done=fail), T)
-    with pytest.raises(KeyError):
+    with pytest.raises(TransferError, match="KeyError: 'bug'"):
         link.check()
     with pytest.raises(TransferError):
         submit(link, 0, 1)
