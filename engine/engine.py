@@ -13,7 +13,7 @@ from engine.calibration import measure_kv_bytes, measure_layer_seconds
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
 from engine.control.governor import Choice, Governor, Observation
 from engine.control.presets import emulated_gbps, find_preset
-from engine.errors import Cancelled
+from engine.errors import Cancelled, EngineError, one_line
 from engine.events import Event
 from engine.loading import LoadedModel, Progress, load_model
 from engine.offload.cache import ExpertCache
@@ -102,8 +102,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop the link's workers and free the slots. The engine cannot be used after."""
-        self.cache.close()
-        self.loaded.close()
+        try:
+            self.cache.close()
+        finally:
+            self.loaded.close()
 
     def generate(
         self,
@@ -130,19 +132,24 @@ class Engine:
             self._prefill(run)
             while run.batch.sequences:
                 self.step(run)
+            run.recorder.check()
         except Cancelled:
             status = "stopped"
         except BaseException as failure:
             # Also what a listener raised, or an interrupt: the next run must not find a layer half done.
             status, error = "failed", failure
-        self.cache.settle()
+        try:
+            self.cache.settle()
+        except EngineError as failure:
+            status, error = "failed", error or failure
         for sequence in run.sequences:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
         results = [summarize(self, run, sequence) for sequence in run.sequences]
-        told = str(error) or type(error).__name__ if error is not None else None
+        told = one_line(error) if error is not None else None
         run.recorder.emit(events.RunEnd(run.recorder.now(), status, told, results))
         if error is not None:
             raise error
+        run.recorder.check()
         return results
 
     def step(self, run: Run) -> None:

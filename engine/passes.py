@@ -45,6 +45,8 @@ class PassObserver:
         self._mark = self._now()
 
     def routed(self, layer: int, index: list[list[int]], weights: list[list[float]], hidden: torch.Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.check()
         if self._lane == "draft":
             if self.prefetcher is not None:
                 self.prefetcher.drafted(layer, index, weights)

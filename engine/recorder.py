@@ -50,11 +50,13 @@ class Totals:
 class Recorder:
     """Turns what happens into events, with times relative to the run's start, and keeps the totals.
 
-    Called by the engine thread, and by link workers for transfers. `emit` must be quick and thread-safe.
+    Called by the engine thread, and by link workers for transfers. `emit` must be quick and thread-safe; what it raises
+    is kept for `check`, because it may be called in the middle of a change to the cache, or in a link's thread.
     """
 
     def __init__(self, emit: Callable[[Event], None] | None) -> None:
-        self._emit = emit or (lambda event: None)
+        self._listener = emit or (lambda event: None)
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._origin = time.perf_counter_ns()
         self.started_unix = time.time()
@@ -72,7 +74,16 @@ class Recorder:
         return time.perf_counter_ns() - self._origin
 
     def emit(self, event: Event) -> None:
-        self._emit(event)
+        """Tell the listener, also one that failed before: it may still want to hear how the run ends."""
+        try:
+            self._listener(event)
+        except BaseException as error:
+            self._failure = self._failure or error
+
+    def check(self) -> None:
+        """Raise what the listener raised first, if it did."""
+        if self._failure is not None:
+            raise self._failure
 
     def begin_round(self, number: int) -> None:
         self.round = number
@@ -89,7 +100,7 @@ class Recorder:
     def end_round(self, rounds: list[events.Round]) -> None:
         """All sequences' parts of the round that is over."""
         for event in rounds:
-            self._emit(event)
+            self.emit(event)
         self.totals.add(rounds)
         with self._lock:
             self._overlap.fold(rounds[0].t)
@@ -99,7 +110,7 @@ class Recorder:
     def compute(self, lane: str, op: str, layer: int, rows: int, start: int, end: int) -> None:
         """A slice of compute; what it waited for inside is told by `stall`."""
         self._overlap.compute(start, end)
-        self._emit(events.Compute(end, self.round, lane, op, layer, rows, start, end))
+        self.emit(events.Compute(end, self.round, lane, op, layer, rows, start, end))
 
     # What the expert cache reports (its observer).
 
@@ -113,19 +124,19 @@ class Recorder:
             with self._lock:
                 self._moved.append((moving(start, end, pauses), transfer.bytes_moved))
                 self._overlap.transfer(start, end, pauses)
-        self._emit(
+        self.emit(
             events.Transfer(end, transfer.id, self.round, transfer.layer, transfer.expert, transfer.cause,
                             queued, start, end, transfer.bytes_moved, pauses)
         )  # fmt: skip
 
     def settled(self, transfer_id: int, outcome: str) -> None:
-        self._emit(events.Settled(self.now(), transfer_id, outcome))
+        self.emit(events.Settled(self.now(), transfer_id, outcome))
 
     def stall(self, layer: int, start_ns: int, end_ns: int) -> None:
         interval = self._relative(start_ns), self._relative(end_ns)
         self._overlap.stall(*interval)
         self._round_stalls.append(interval)
-        self._emit(events.Stall(interval[1], self.round, layer, *interval))
+        self.emit(events.Stall(interval[1], self.round, layer, *interval))
 
     # Sums.
 
