@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from transformers.cache_utils import Cache
 
-from engine.errors import ModelError
+from engine.errors import BudgetError, ModelError, one_line
 from engine.kernels.attention import gather
 from engine.model.deferred import Deferred
 
@@ -72,8 +72,15 @@ class KVCache(Cache):
         return CachedStates(keys, self._slots, end), CachedStates(values, self._slots, end)
 
     def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises BudgetError when the memory is not there."""
         sequences = len(self.lengths)
-        keys, values = (t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
+        try:
+            keys, values = (t.new_zeros(sequences, t.shape[1], self.max_length, t.shape[3]) for t in (key, value))
+        except (RuntimeError, MemoryError) as error:
+            raise BudgetError(
+                f"no memory for the keys and values of {sequences} × {self.max_length} tokens ({one_line(error)}): "
+                "ask for fewer new tokens or fewer prompts at a time"
+            ) from error
         self._storage[layer_idx] = (keys, values)
         return keys, values
 

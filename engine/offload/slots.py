@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.errors import BudgetError, one_line
 from engine.kernels.pages import allocate
 from engine.model.layout import ExpertShape
 from engine.offload.source import PAGE
@@ -34,8 +35,14 @@ class Slot:
 
     @classmethod
     def allocate(cls, shape: ExpertShape, dtype: torch.dtype) -> Slot:
-        """A page-aligned slot. Its pages go back to the system as soon as nobody refers to it."""
-        flat = allocate((shape.numel,), dtype)
+        """A page-aligned slot. Its pages go back to the system as soon as nobody refers to it. Raises BudgetError."""
+        try:
+            flat = allocate((shape.numel,), dtype)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise BudgetError(
+                f"no memory for another expert slot of {shape.numel * dtype.itemsize / 2**20:.1f} MiB "
+                f"({one_line(error)}): use a smaller --cache, or end other programs"
+            ) from error
         return cls(flat, *shape.views(flat))
 
     @property
