@@ -103,6 +103,8 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     source = ExpertSource(table, direct=config.link.kind == "disk")
     try:
         draft = _quantize_all(source, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
+        runner = ModelRunner(skeleton, native_attention="attention" in kernels)
+        eos_ids = _eos_ids(directory, skeleton, tokenizer)
         link = _open_link(config, source)
     except BaseException:
         source.close()
@@ -114,9 +116,9 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     return LoadedModel(
         os.path.basename(os.path.normpath(directory)),
         skeleton,
-        ModelRunner(skeleton, native_attention="attention" in kernels),
+        runner,
         tokenizer,
-        _eos_ids(directory, skeleton, tokenizer),
+        eos_ids,
         source,
         link,
         slots,

@@ -236,7 +236,9 @@ def _fill(
         if cancelled():
             raise Cancelled("loading was cancelled")
         keep = kept_as(targets[name])
-        set_module_tensor_to_device(model, targets[name], "cpu", value=tensor.to(keep), dtype=keep)
+        # A copy: what safetensors hands out is a view of the mapped file, and a shard that is cut off or replaced
+        # while the engine runs would kill the process at the next look.
+        set_module_tensor_to_device(model, targets[name], "cpu", value=tensor.to(keep, copy=True), dtype=keep)
         done += stored[name]
         progress(done, total)
     model.tie_weights()
