@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, KnobBlock
-from engine.errors import Cancelled, EngineError
+from engine.errors import Cancelled, EngineError, TransferError, one_line
 from engine.events import Event, Load, Phase
 from specviz.hub import HubRegistry
 from specviz.runs import Run, RunSettings
@@ -199,11 +199,14 @@ class Session:
             run.finish("stopped" if run.stopping.is_set() else "finished")
         except Cancelled:
             run.finish("stopped")
+        except TransferError as error:
+            run.finish("failed", str(error))
+            self._free_engine()  # the next run opens the files anew: a pack that was cut off is built again
         except EngineError as error:
             run.finish("failed", str(error))
         except Exception as error:  # the thread must outlive whatever a model does: the next request works
             log.exception("run %s failed", run.id)
-            run.finish("failed", f"{type(error).__name__}: {error}".splitlines()[0])
+            run.finish("failed", one_line(error))
             self._free_engine()  # its state is unknown now
 
     def _engine_for(self, run: Run) -> EngineLike:
