@@ -122,6 +122,7 @@ def save_model(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(directory, save_original_format=not fused, max_shard_size=max_shard_size)
     byte_tokenizer().save_pretrained(directory)
+    config = config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
     layers = config.num_hidden_layers - len(getattr(config, "mlp_only_layers", None) or ())
     return TinyModel(directory, layers, experts, getattr(config, "num_experts_per_tok", 0))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_families import REFUSED, WORKING, family_config, save_family, save_mxfp4
-from tiny_models import PROMPTS, TinyModel, greedy, mixtral_config, save_model
+from tiny_models import EOS, PROMPTS, TinyModel, greedy, mixtral_config, save_model
+from transformers import Gemma4Config
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, parse_kernels
 from engine.engine import Engine
@@ -157,6 +158,16 @@ def test_gpt_oss_as_it_is_published(tmp_path):
     check(model)
     table = load_skeleton(tmp_path, torch.float32).table
     assert table.shape.mxfp4 and table.shape.nbytes * 32 == table.shape.numel * 17
+
+
+def test_a_model_that_also_sees_works_by_text_alone(tmp_path):
+    """Gemma 4's experts are published inside a model for images and text."""
+    text = family_config("Gemma4TextConfig", WORKING["Gemma4TextConfig"])
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 16}
+    ends = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": EOS}
+    config = Gemma4Config(text_config=text.to_dict(), vision_config=vision, audio_config=None, **ends)
+    check(save_model(tmp_path, config), new_tokens=8)
 
 
 def test_other_quantized_checkpoints_are_refused(tmp_path):
