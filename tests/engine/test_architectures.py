@@ -130,7 +130,7 @@ def test_what_a_config_does_not_tell_a_probe_finds(name: str, tmp_path, monkeypa
     """Attention in every layer by its config, but a cache of its own; an index whose kind of layer nobody knows yet."""
     options = REFUSED[name][0] | ({"layer_types": ["full_attention"] * 2} if name == "MiniMaxConfig" else {})
     family_config(name, options).save_pretrained(tmp_path)
-    monkeypatch.setattr("engine.model.skeleton._BY_POSITION", ATTENTION_LAYERS)
+    monkeypatch.setattr("engine.model.architecture._BY_POSITION", ATTENTION_LAYERS)
     with pytest.raises(ModelError, match="cache of its own|index of its own") as refusal:
         Engine.load(EngineConfig(model=str(tmp_path)))
     assert "\n" not in str(refusal.value)
