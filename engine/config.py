@@ -118,6 +118,12 @@ class CacheBudget:
         assert self.nbytes is not None
         return min(self.nbytes // (layers * expert_bytes), experts)
 
+    def extra_slots(self, experts: int, layers: int, expert_bytes: int) -> int:
+        """Slots that the budget buys beyond those, too few for one in every layer."""
+        if self.nbytes is None or self.nbytes >= experts * layers * expert_bytes:
+            return 0
+        return self.nbytes // expert_bytes % layers
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -49,22 +49,23 @@ def examine(config: EngineConfig | None = None) -> dict[str, Any]:
         "kernels": _kernels(),
         "cache": _cache(cache_directory()),
     }
-    return report if config is None else report | {"model": _model(config)}
+    return report if config is None else report | {"model": fast_memory(config)}
 
 
-def _model(config: EngineConfig) -> dict[str, Any]:
+def fast_memory(config: EngineConfig) -> dict[str, Any]:
     """The split of fast memory in bytes, from the checkpoint's headers. KV grows with the text and comes on top."""
     directory = resolve_directory(config.model)
     dtype = getattr(torch, config.dtype)
     table, shared = survey(directory, dtype)
     shape, bits = table.shape, self_draft_bits(config.draft)
-    slots = config.cache.slots_per_layer(table.experts, table.layers, shape.numel * dtype.itemsize)
+    sizes = table.experts, table.layers, shape.numel * dtype.itemsize
+    slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     matrices = (shape.gate_up, shape.down)
     draft = sum(quantized_nbytes(matrix, bits) for matrix in matrices) if bits is not None else 0
     memory = {
         "shared": shared,
         "draft": table.layers * table.experts * draft,
-        "cache": table.layers * slots * slot_nbytes(shape, dtype),
+        "cache": (table.layers * slots + extra) * slot_nbytes(shape, dtype),
     }
     return {
         "name": directory.resolve().name,

@@ -56,6 +56,8 @@ class LoadedModel:
     source: ExpertSource
     link: Link
     slots_per_layer: int
+    #: Slots beyond those that layers share.
+    extra_slots: int = 0
     draft_experts: list[DraftLayer] = field(default_factory=list)
     router_probe: RouterProbe | None = None
     #: Names of KERNELS that compute here; none where there is no compiler.
@@ -88,7 +90,8 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     kernels = _choose_kernels(config, threads)
     if "linear" in kernels:
         use_kernels(skeleton.model)
-    slots = config.cache.slots_per_layer(table.experts, table.layers, table.shape.numel * dtype.itemsize)
+    sizes = table.experts, table.layers, table.shape.numel * dtype.itemsize
+    slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     if slots < 1:
         need = table.layers * table.shape.numel * dtype.itemsize
         raise BudgetError(
@@ -122,6 +125,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
         source,
         link,
         slots,
+        extra,
         draft,
         probe if probe.available else None,
         kernels,

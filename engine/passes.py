@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.offload.cache import ExpertCache
+from engine.offload.experts import gate_scores
 from engine.offload.transfer import Transfer
 from engine.recorder import Recorder
 from engine.speculation.prefetcher import Prefetcher
@@ -14,12 +15,13 @@ class PassObserver:
     """Follows the passes of a round for the recorder, the prefetcher and the governor.
 
     It hears of layers from the experts (`LayerObserver`) and of transfers from the cache; `routes[layer]` are
-    the choices of the last target pass, one row a real token, sequence after sequence.
+    the choices of the last target pass, one row a real token, sequence after sequence, `gates[layer]` their weights.
     """
 
     def __init__(self) -> None:
         self.prefetcher: Prefetcher | None = None
         self.routes: dict[int, list[list[int]]] = {}
+        self.gates: dict[int, list[list[float]]] = {}
         self.draft_passes = 0
         self._recorder: Recorder | None = None
         self._cache: ExpertCache | None = None
@@ -52,7 +54,7 @@ class PassObserver:
                 self.prefetcher.drafted(layer, index, weights)
             return
         self._slice("attention", layer, len(index))
-        self.routes[layer] = index
+        self.routes[layer], self.gates[layer] = index, weights
         if self._lane == "verify" and self.prefetcher is not None:
             self.prefetcher.verifying(layer, hidden)
 
@@ -82,6 +84,21 @@ class PassObserver:
                 sizes[self._row_positions[row]] = len(missing)  # a position's last row has them all
             counts = [count + size for count, size in zip(counts, sizes, strict=True)]
         return counts
+
+    def accepted(self, lengths: list[int]) -> None:
+        """Of each sequence's rows the first `lengths[b]` stand; the cache forgets what the others asked for."""
+        stands, left = [], iter(lengths)
+        for position in self._row_positions:
+            if position == 0:
+                length = next(left)
+            stands.append(position < length)
+        if all(stands):
+            return
+        assert self._cache is not None
+        for layer, index in self.routes.items():
+            rows = list(zip(index, self.gates[layer], stands, strict=True))
+            dropped = gate_scores([row for row, _, ok in rows if not ok], [gate for _, gate, ok in rows if not ok])
+            self._cache.rejected(layer, dropped, {expert for row, _, ok in rows if ok for expert in row})
 
     # The cache's observer.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,8 @@ from engine.errors import BudgetError
 from engine.model.layout import ExpertTable
 from engine.offload.links import Link
 from engine.offload.policies import Plan, create_policy
-from engine.offload.slots import Shelf, Slot, slot_nbytes
+from engine.offload.shelves import Shelves
+from engine.offload.slots import Slot, slot_nbytes
 from engine.offload.stats import CacheObserver, CacheStats, Ledger, RoundCounts
 from engine.offload.stream import ExpertStream
 from engine.offload.transfer import DONE, Transfer
@@ -22,10 +23,12 @@ TIMEOUT_S = 30.0
 
 
 class ExpertCache:
-    """Holds up to `slots_per_layer` experts of each layer in `dtype`, and loads others over `link`.
+    """Holds up to `slots_per_layer` experts a layer, and `extra` more, in `dtype`, and loads others over `link`.
 
-    One thread streams; any may prefetch, resize or look. `policy` is a name of `create_policy`. A transfer that
-    makes no progress for `timeout_s` seconds is given up. Raises BudgetError for less than one slot a layer.
+    One thread streams; any may prefetch, resize or look. `policy` is a name of `create_policy`; one that looks ahead
+    shares some slots between the layers (`Shelves`), so that a layer may hold a few experts more and others fewer.
+    A transfer that makes no progress for `timeout_s` seconds is given up. Raises BudgetError for less than one slot
+    a layer.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class ExpertCache:
         policy: str = "lookahead",
         observer: CacheObserver | None = None,
         timeout_s: float = TIMEOUT_S,
+        extra: int = 0,
     ) -> None:
         self.table = table
         self.link = link
@@ -44,13 +48,15 @@ class ExpertCache:
         #: Guards everything; re-entrant, because a cancelled transfer may end inside the call that cancels it.
         self.lock = threading.Condition(threading.RLock())
         self._capacity = self._checked(slots_per_layer)
+        self._extra = extra
         self._slot_nbytes = slot_nbytes(table.shape, dtype)
-        self._shelves = [Shelf(table.shape, dtype, self._capacity) for _ in range(table.layers)]
+        self._shelves = Shelves(table.shape, dtype, table.layers)
         self._policy = create_policy(policy)
         self._plan: Plan | None = None
         self._stream: ExpertStream | None = None
         self._prefetching: set[int] = set()
         self.ledger = Ledger(table.layers, link.source.expert_nbytes, observer)
+        self._share_out()
 
     # Streaming.
 
@@ -72,6 +78,7 @@ class ExpertCache:
         with self.lock:
             self._close_stream()
             distinct = list(dict.fromkeys(experts))
+            self._shelves.at = layer
             self._policy.tick(layer)
             for expert in distinct:
                 self._policy.touch(layer, expert, 1.0 if scores is None else scores.get(expert, 0.0))
@@ -85,17 +92,31 @@ class ExpertCache:
                 raise
             return stream
 
+    def rejected(self, layer: int, wanted: Mapping[int, float], kept: Collection[int]) -> None:
+        """Tokens of the last pass were rejected: what only they wanted is the first to go (admission by acceptance).
+
+        `wanted` are the gate weights of the rejected rows, `kept` the experts of the others.
+        """
+        with self.lock:
+            self._policy.reject(layer, wanted, kept)
+
     # Looking ahead.
 
-    def prefetch(self, layer: int, expert: int, deadline: int) -> bool:
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether it is resident or on its way."""
+        with self.lock:
+            return expert in self._shelves[layer].by_expert
+
+    def prefetch(self, layer: int, expert: int, deadline: int, keep: Collection[int] = ()) -> bool:
         """Start to fetch `expert` ahead of its request, if a slot can be had; says whether it did.
 
-        Never evicts an expert that is leased or that the plan wants. Prefetches go by `deadline`, earliest first.
+        Never evicts an expert that is leased or that the plan wants, nor one of the layer's that are in `keep`.
+        Prefetches go by `deadline`, earliest first.
         """
         with self.lock:
             if expert in self._shelves[layer].by_expert:
                 return False
-            slot = self._acquire(layer, spare=self._planned(layer))
+            slot = self._acquire(layer, {*self._planned(layer), *keep})
             if slot is None:
                 return False
             self._policy.admit(layer, expert)
@@ -107,6 +128,7 @@ class ExpertCache:
         """What the next verification wants, per layer: expert → gate weight. May still grow; None forgets it."""
         with self.lock:
             self._plan = wanted
+            self._shelves.at = 0
             self._policy.set_plan(wanted)
 
     def cancel_unplanned(self) -> int:
@@ -133,8 +155,15 @@ class ExpertCache:
 
     @property
     def slots_per_layer(self) -> int:
-        """How many experts of each layer may be resident."""
+        """How many experts of each layer may be resident, on average."""
         return self._capacity
+
+    @property
+    def total_slots(self) -> int:
+        """How many experts may be resident, of all layers together."""
+        layers = self.table.layers
+        more = self._extra if self._policy.lends else 0
+        return min(self._capacity * layers + more, self.table.experts * layers)
 
     @property
     def nbytes(self) -> int:
@@ -145,15 +174,13 @@ class ExpertCache:
     @property
     def capacity_nbytes(self) -> int:
         """Bytes of all slots that may be allocated."""
-        return self._slot_nbytes * self._capacity * self.table.layers
+        return self._slot_nbytes * self.total_slots
 
     def resize(self, slots_per_layer: int) -> None:
         """Another number of slots a layer, at once; leased ones in excess go when they are released."""
         with self.lock:
             self._capacity = self._checked(slots_per_layer)
-            for layer, shelf in enumerate(self._shelves):
-                shelf.capacity = self._capacity
-                self.trim(layer)
+            self._share_out()
             self.lock.notify_all()
 
     def set_policy(self, name: str) -> None:
@@ -162,6 +189,8 @@ class ExpertCache:
         with self.lock:
             policy.set_plan(self._plan)
             self._policy = policy
+            self._share_out()
+            self.lock.notify_all()
 
     def settle(self) -> None:
         """The run is over: close its stream, cancel its prefetches, and call what was never used wasted.
@@ -222,7 +251,7 @@ class ExpertCache:
 
     def has_free_slot(self, layer: int) -> bool:
         """Whether an expert could be loaded without evicting another."""
-        return self._shelves[layer].has_free()
+        return self._shelves.has_free(layer)
 
     def demand(self, layer: int, expert: int, wanted: int) -> Slot | None:
         """Load `expert` now; None when no slot can be had yet. `wanted` slots are asked for, this one included."""
@@ -247,12 +276,12 @@ class ExpertCache:
     def trim(self, layer: int) -> None:
         """Give back slots in excess of the capacity, as far as nobody needs them."""
         shelf = self._shelves[layer]
-        while len(shelf.slots) > shelf.capacity:
-            free = next((slot for slot in shelf.slots if slot.free), None) or self._evict(layer)
+        while self._shelves.excess(layer):
+            free = shelf.free_slot() or self._evict(layer)
             if free is None:
                 break
             shelf.drop(free)
-        excess = len(shelf.slots) - shelf.capacity - sum(slot.draining for slot in shelf.slots)
+        excess = self._shelves.excess(layer) - sum(slot.draining for slot in shelf.slots)
         if excess > 0:
             self._cancel([(layer, slot) for slot in shelf.slots if slot.cancellable][:excess])
 
@@ -269,17 +298,36 @@ class ExpertCache:
             raise BudgetError("the expert cache needs at least 1 slot a layer: allow it more memory")
         return min(slots_per_layer, self.table.experts)
 
+    def _share_out(self) -> None:
+        """Each layer gets its own slots. A policy that looks ahead keeps one a layer to lend, where two are left."""
+        own = self._capacity - (self._policy.lends and self._capacity > 1)
+        self._shelves.share_out(own, self.total_slots - own * self.table.layers if self._policy.lends else 0)
+        for layer in range(self.table.layers):
+            self.trim(layer)
+
     def _planned(self, layer: int) -> Mapping[int, float]:
         return self._plan[layer] if self._plan else {}
 
-    def _acquire(self, layer: int, spare: Mapping[int, float] | None = None) -> Slot | None:
-        """A free slot, by eviction of any expert not in `spare` if need be."""
-        shelf = self._shelves[layer]
-        return shelf.take_free() or (self._evict(layer, spare or {}) if len(shelf.slots) <= shelf.capacity else None)
+    def _acquire(self, layer: int, keep: Collection[int] = ()) -> Slot | None:
+        """A free slot: by eviction of any expert of the layer not in `keep` if need be, or else lent by another."""
+        if (slot := self._shelves.take_free(layer)) is not None:
+            return slot
+        if self._shelves.excess(layer):
+            return None
+        return self._evict(layer, keep) or self._borrow(layer)
 
-    def _evict(self, layer: int, spare: Mapping[int, float] | None = None) -> Slot | None:
+    def _borrow(self, layer: int) -> Slot | None:
+        """A spare slot of a layer that is needed later, if it holds nothing that the plan still wants there."""
+        for lender in self._shelves.lenders(layer):
+            keep = () if self._shelves.behind(lender) else self._planned(lender)
+            slot = self._shelves[lender].free_slot() or self._evict(lender, keep)
+            if slot is not None:
+                return self._shelves.lend(slot, lender, layer)
+        return None
+
+    def _evict(self, layer: int, keep: Collection[int] = ()) -> Slot | None:
         shelf = self._shelves[layer]
-        candidates = [expert for expert in shelf.evictable() if not spare or expert not in spare]
+        candidates = [expert for expert in shelf.evictable() if expert not in keep]
         if not candidates:
             return None
         expert = self._policy.victim(layer, candidates)

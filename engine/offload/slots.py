@@ -68,7 +68,11 @@ class Slot:
 
 
 class Shelf:
-    """The slots of one layer and which expert is where. `capacity` may shrink below what is there for a while."""
+    """The slots of one layer and which expert is where.
+
+    `capacity` slots are the layer's own. It may have more: spare ones that it was lent, and for a while those that
+    a shrinking capacity has not taken yet.
+    """
 
     def __init__(self, shape: ExpertShape, dtype: torch.dtype, capacity: int) -> None:
         self._shape, self._dtype = shape, dtype
@@ -76,19 +80,19 @@ class Shelf:
         self.slots: list[Slot] = []
         self.by_expert: dict[int, Slot] = {}
 
-    def take_free(self) -> Slot | None:
-        """A free slot, allocated if the capacity allows another."""
-        for slot in self.slots:
-            if slot.free:
-                return slot
-        if len(self.slots) >= self.capacity:
-            return None
+    @property
+    def lent(self) -> int:
+        """Slots beyond the layer's own."""
+        return max(0, len(self.slots) - self.capacity)
+
+    def free_slot(self) -> Slot | None:
+        """One that is here and free."""
+        return next((slot for slot in self.slots if slot.free), None)
+
+    def allocate(self) -> Slot:
+        """A new slot."""
         self.slots.append(Slot.allocate(self._shape, self._dtype))
         return self.slots[-1]
-
-    def has_free(self) -> bool:
-        """Whether `take_free` would give a slot."""
-        return len(self.slots) < self.capacity or any(slot.free for slot in self.slots)
 
     def put(self, expert: int, slot: Slot) -> None:
         """`slot` is `expert`'s from now on."""

@@ -186,7 +186,8 @@ def test_requests_add_up(run):
     for state in states:
         # One pass a round: each expert that was used was requested once.
         assert state.hits + state.late + state.misses == sum(map(len, state.used))
-        assert all(len(resident) <= state.slots_per_layer for resident in state.resident)
+        # Layers lend each other slots.
+        assert sum(map(len, state.resident)) <= state.slots_per_layer * len(state.resident)
         tokens = [t for r in recording.of(events.Round) if r.round == state.round for t in r.tokens]
         for layer, used in enumerate(state.used):
             assert {expert for token in tokens for expert in token.experts[layer]} <= set(used)

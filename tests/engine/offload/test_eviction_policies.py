@@ -104,3 +104,48 @@ def test_lookahead_loads_what_is_worth_keeping_last():
         policy.touch(0, expert, score)
     assert policy.load_order(0, [0, 1, 2]) == [1, 2, 0]
     assert create_policy("lru").load_order(0, [0, 1, 2]) == [0, 1, 2]
+
+
+def test_the_plan_of_a_layer_is_spent_when_its_pass_begins() -> None:
+    policy = Lookahead()
+    policy.set_plan([{0: 1.0}, {0: 1.0}])
+    policy.tick(0)
+    policy.touch(0, 0, 0.1)
+    policy.touch(0, 1, 0.9)
+    assert policy.victim(0, [0, 1]) == 0
+    assert policy.victim(1, [0, 1]) == 1  # not there yet
+    policy.set_plan([{0: 1.0}, {}])
+    assert policy.victim(0, [0, 1]) == 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rejected_tokens_leave_no_trace(name: str) -> None:
+    """A pass whose rejected rows wanted more experts ends as the same pass without those rows."""
+    rng = random.Random(3)
+    policy, alone = create_policy(name), create_policy(name)
+    for _ in range(200):
+        kept = {e: rng.random() for e in rng.sample(range(8), 3)}
+        rejected = {e: rng.random() for e in rng.sample(range(8), 3)}
+        for one in (policy, alone):
+            one.tick(0)
+        for expert, score in kept.items():
+            alone.touch(0, expert, score)
+            policy.touch(0, expert, score + rejected.get(expert, 0.0))
+        for expert in set(rejected) - set(kept):
+            policy.touch(0, expert, rejected[expert])
+        policy.reject(0, rejected, kept)
+        candidates = rng.sample(range(8), rng.randint(1, 8))
+        assert policy.victim(0, candidates) == alone.victim(0, candidates)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_came_for_rejected_tokens_goes_first(name: str) -> None:
+    policy = create_policy(name)
+    policy.tick(0)
+    policy.touch(0, 1, 0.3)
+    policy.admit(0, 2)
+    policy.tick(0)
+    policy.touch(0, 2, 0.9)
+    assert policy.victim(0, [1, 2]) == 1
+    policy.reject(0, {2: 0.9}, kept=[])
+    assert policy.victim(0, [1, 2]) == 2

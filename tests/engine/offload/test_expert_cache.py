@@ -399,18 +399,18 @@ def test_shrinking_under_prefetches_cancels_them(make_cache, source) -> None:
 
 def test_policies_change_while_it_runs(make_cache) -> None:
     cache = make_cache(2, "lru")
-    load(cache, 0, [0])
-    load(cache, 0, [1])
-    cache.plan([{0: 1.0}, {}])
+    for layer in range(2):
+        load(cache, layer, [0, 1])
     cache.set_policy("lookahead")
-    load(cache, 0, [2])
+    assert len(list(cache.stream(0, [0, 1], {0: 0.9, 1: 0.1}))) == 2
+    load(cache, 0, [2])  # by recency, 0 would go
     assert cache.resident()[0] == [0, 2]
     with pytest.raises(UsageError):
         cache.set_policy("best")
 
 
 def test_scores_guide_the_lookahead_policy(make_cache) -> None:
-    cache = make_cache(2, "lookahead")
+    cache = make_cache(1, "lookahead", extra=1)
     assert len(list(cache.stream(0, [0, 1], {0: 0.9, 1: 0.1}))) == 2
     load(cache, 0, [2])
     assert cache.resident()[0] == [0, 2]
