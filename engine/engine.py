@@ -43,7 +43,13 @@ class Engine:
         table = loaded.source.table
         self.passes = PassObserver()
         self.cache = ExpertCache(
-            table, loaded.slots_per_layer, getattr(torch, config.dtype), loaded.link, config.policy, self.passes
+            table,
+            loaded.slots_per_layer,
+            getattr(torch, config.dtype),
+            loaded.link,
+            config.policy,
+            self.passes,
+            extra=loaded.extra_slots,
         )
         self.policy = config.policy
         self.kernels = kernels_label(config.kernels, loaded.kernels)
@@ -187,9 +193,9 @@ class Engine:
 
     def _draft(self, run: Run, k: int) -> Draft:
         """Up to k tokens a sequence; their routes fill the lookahead buffer and start transfers."""
-        self.prefetcher.begin_round()
+        self.prefetcher.begin_round(k)
         self.passes.begin("draft")
-        draft = run.drafter.draft(run.batch, k, self.prefetches_drafts, self.passes.token_drafted)
+        draft = run.drafter.draft(run.batch, k, False, self.passes.token_drafted)
         self.prefetcher.plan_complete()
         return draft
 
@@ -211,6 +217,7 @@ class Engine:
     ) -> list[events.Round]:
         """Emit the tokens, move the KV lengths, and let finished sequences leave the batch."""
         recorder, loaded = run.recorder, self.loaded
+        self.passes.accepted((verdict.accepted + 1).tolist())
         shown = displayed(logits, run.params)
         view = RoundView(draft, verdict, shown, self.passes.routes, loaded.eos_ids, loaded.tokenizer)
         outcomes = [outcome(view, number, sequence) for number, sequence in enumerate(run.batch.sequences)]

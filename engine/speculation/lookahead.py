@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.offload.experts import gate_scores
 
 
@@ -34,3 +36,33 @@ class LookaheadBuffer:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+class Demand:
+    """How often each expert of a layer was wanted lately: the share of rows, older ones counting less."""
+
+    #: About the last 20 rows count: two or three drafts.
+    KEEP = 1 - 1 / 20
+
+    def __init__(self, layers: int) -> None:
+        self._rows = [0.0] * layers
+        self._wanted: list[dict[int, float]] = [{} for _ in range(layers)]
+
+    def add(self, layer: int, experts: Collection[int]) -> None:
+        """One more row."""
+        self._rows[layer] = self._rows[layer] * self.KEEP + 1
+        wanted = self._wanted[layer]
+        for expert in wanted:
+            wanted[expert] *= self.KEEP
+        for expert in experts:
+            wanted[expert] = wanted.get(expert, 0.0) + 1
+
+    def likely(self, layer: int, rows: int) -> set[int]:
+        """The experts that one of the next `rows` rows wants with a chance of a half or more, if rows are independent.
+
+        1 - (1 - share)^rows ≥ 1/2.
+        """
+        if rows < 1:
+            return set()
+        least = (1 - 0.5 ** (1 / rows)) * self._rows[layer]
+        return {expert for expert, count in self._wanted[layer].items() if count >= least}
