@@ -92,14 +92,16 @@ def _add_bench(commands: Any) -> None:
     )
     bench = commands.add_parser("bench", help="compare contenders", description=about, formatter_class=_Formatter)
     _add_engine_options(bench)
-    bench.add_argument("--suite", choices=("decode", "kernels"), required=True,
+    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations"), required=True,
                        help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
-                            "kernels against torch and the machine's read bandwidth (needs no model)")  # fmt: skip
+                            "kernels against torch and the machine's read bandwidth (needs no model); policies: "
+                            "prefetching against its rivals, with half of the experts' bytes; ablations: what each "
+                            "decision is worth")  # fmt: skip
     bench.add_argument("--tables", choices=("memory", "kernels", "both"), default="both",
                        help="of decode: offloaded at equal memory; all resident, kernels on and off")  # fmt: skip
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
-                       help="runs of each contender, in turn (default: decode 2, kernels 5)")  # fmt: skip
+                       help="runs of each contender, in turn (default: decode 2, kernels 5, else 1)")  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
     bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))
@@ -251,6 +253,16 @@ def _bench(options: argparse.Namespace) -> int:
         sizes = Sizes() if options.repeats is None else Sizes(repeats=options.repeats)
         report = kernels_suite(sizes, options.threads, say)
         text = format_kernels(report)
+    elif options.suite == "policies":
+        from engine.bench.policies import format_policies, policies_suite
+
+        report = policies_suite(config, options.max_new_tokens, options.repeats or 1, say)
+        text = format_policies(report)
+    elif options.suite == "ablations":
+        from engine.bench.ablations import ablations_suite, format_ablations
+
+        report = ablations_suite(config, options.max_new_tokens, options.repeats or 1, say)
+        text = format_ablations(report)
     else:
         from engine.bench.decode import TABLES, decode_suite, format_decode
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from engine.bench.prompts import PROMPTS
 from engine.bench.table import format_columns
-from engine.config import K_LIMIT, EngineConfig, GenerationConfig
+from engine.config import K_LIMIT, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
+from engine.offload.emulated import EmulatedLink
 
 
 def _as_loaded(engine: Engine) -> None:
@@ -29,6 +30,14 @@ class Contender:
     k: int | str
     equal_memory: bool = True
     prepare: Callable[[Engine], None] = _as_loaded
+
+
+def pinned_link(engine: Engine) -> EngineConfig:
+    """The engine's configuration with a preset's pace as it was measured, so that all contenders get the same link."""
+    link = engine.loaded.link
+    if not isinstance(link, EmulatedLink):
+        return engine.config
+    return dataclasses.replace(engine.config, link=LinkConfig("emulated", gbps=link.gbps, latency_us=link.latency_us))
 
 
 def measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
@@ -78,20 +87,25 @@ def contender_row(contender: Contender, results: list[dict[str, Any]], base: dic
     }
 
 
+def _shown(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+    """Shows one figure of a row, or a dash."""
+    return lambda row: "–" if row[name] is None else format(row[name] / scale, form)
+
+
 #: Columns of the table: heads, and how each row shows.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "contender": lambda row: row["name"],
-    "slots": lambda row: str(row["slots_per_layer"]),
-    "memory MiB": lambda row: f"{row['memory_total'] / 2**20:.1f}",
-    "tokens/s": lambda row: f"{row['tokens_per_s']:.2f}",
-    "ratio": lambda row: f"{row['ratio']:.2f}",
-    "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}",
-    "hit": lambda row: f"{row['hit_rate']:.0%}",
-    "late": lambda row: f"{row['late_rate']:.0%}",
-    "KB/token": lambda row: f"{row['bytes_per_token'] / 1e3:.0f}",
-    "wasted": lambda row: f"{row['wasted_share']:.0%}",
-    "overlap": lambda row: "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
-    "stall": lambda row: f"{row['stall_share']:.0%}",
+    "slots": _shown("slots_per_layer", ".3g"),
+    "memory MiB": _shown("memory_total", ".1f", 2**20),
+    "tokens/s": _shown("tokens_per_s", ".2f"),
+    "ratio": _shown("ratio", ".2f"),
+    "tokens/round": _shown("tokens_per_round", ".2f"),
+    "hit": _shown("hit_rate", ".0%"),
+    "late": _shown("late_rate", ".0%"),
+    "KB/token": _shown("bytes_per_token", ".0f", 1e3),
+    "wasted": _shown("wasted_share", ".0%"),
+    "overlap": _shown("overlap", ".0%"),
+    "stall": _shown("stall_share", ".0%"),
 }
 
 

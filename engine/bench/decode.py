@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from engine.bench.contenders import Contender, contender_row, format_rows, measure
+from engine.bench.contenders import Contender, contender_row, format_rows, measure, pinned_link
 from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
 from engine.bench.table import at_most, format_bars, format_neighbours
-from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
+from engine.config import CacheBudget, EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
-from engine.offload.emulated import EmulatedLink
 from engine.report import link_info, machine_info
 
 BASE = "on-demand LRU, no speculation"
@@ -93,9 +92,7 @@ def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], lis
     probe = Engine.load(config)
     try:
         link = link_info(probe)
-        if isinstance(probe.loaded.link, EmulatedLink):
-            pace = LinkConfig("emulated", gbps=probe.loaded.link.gbps, latency_us=probe.loaded.link.latency_us)
-            config = dataclasses.replace(config, link=pace)
+        config = pinned_link(probe)
         slots = probe.cache.slots_per_layer
         experts = probe.loaded.source.table.experts
         slot_bytes = probe.cache.capacity_nbytes / slots

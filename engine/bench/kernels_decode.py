@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation import BaseStreamer
 
 from engine.bench.prompts import PROMPTS
 from engine.bench.table import at_least, at_most, format_columns
+from engine.bench.transformers_decode import Outcome, run_transformers
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
-from engine.model.checkpoint import resolve_directory
 
 TRANSFORMERS = "transformers generate"
 #: In this order they are switched on, one after the other.
@@ -39,21 +36,6 @@ class Setting:
     kernels: tuple[str, ...]
 
 
-@dataclass
-class Outcome:
-    """What a contender did over all prompts and repeats; `ids` are the token ids of each prompt's text."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-    ids: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second of decoding."""
-        return self.tokens / self.seconds if self.seconds else None
-
-
 def kernels_decode(
     config: EngineConfig, max_new_tokens: int, repeats: int, say: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -71,7 +53,7 @@ def kernels_decode(
             nbytes, threads = _run_engine(config, setting, max_new_tokens, outcomes.setdefault(setting.name, Outcome()))
         say(f"kernels, run {repeat + 1} of {repeats}: {TRANSFORMERS}")
         torch.set_num_threads(threads)
-        _run_transformers(config, max_new_tokens, outcomes.setdefault(TRANSFORMERS, Outcome()))
+        run_transformers(config, max_new_tokens, outcomes.setdefault(TRANSFORMERS, Outcome()))
     rows = _rows(settings, outcomes)
     return rows, _bars(settings, outcomes, rows, nbytes)
 
@@ -115,40 +97,6 @@ def _run_engine(config: EngineConfig, setting: Setting, max_new_tokens: int, out
         engine.close()
         del engine
         gc.collect()
-
-
-class _Clock(BaseStreamer):
-    """When the first and the last new token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def _run_transformers(config: EngineConfig, max_new_tokens: int, outcome: Outcome) -> None:
-    """Add one pass of greedy decoding as transformers does it out of the box, timed from the prefill's end."""
-    directory = resolve_directory(config.model)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, config.dtype), local_files_only=True)
-    model.eval()
-
-    def generate(prompt: str) -> tuple[list[int], list[float]]:
-        inputs, clock = tokenizer(prompt, return_tensors="pt"), _Clock()
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, streamer=clock)
-        return ids[0, inputs["input_ids"].shape[1] :].tolist(), clock.times
-
-    generate(PROMPTS[0])
-    for prompt in PROMPTS:
-        # The streamer hears of the prompt first; the first new token ends the prefill.
-        ids, times = generate(prompt)
-        outcome.tokens += len(ids) - 1
-        outcome.seconds += times[-1] - times[1]
-        outcome.ids[prompt] = ids
 
 
 def _rows(settings: list[Setting], outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
