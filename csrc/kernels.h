@@ -61,6 +61,16 @@ struct CombineArgs {
     int64_t rows, top_k, hidden;
 };
 
+// out (rows, size) = weight (size) · x (rows, size) / √(mean of x² over the row + eps).
+struct NormArgs {
+    Type type;  // of x, weight and out
+    const void* x;
+    const void* weight;
+    void* out;
+    int64_t rows, size;
+    float eps;
+};
+
 // Attention of a chunk of new rows over a KV cache that already holds them (SpecMoEOff, section 5.1).
 // Row r of sequence b stands at position p = starts[b] + r and sees keys max(0, p − window + 1) … p of cache slot
 // slots[b]; window 0 is no window. Strides are in elements; the innermost dimension is contiguous.
@@ -87,6 +97,7 @@ struct Kernels {
     void (*linear)(const LinearArgs&);
     void (*experts)(const ExpertsArgs&);
     void (*combine)(const CombineArgs&);
+    void (*norm)(const NormArgs&);
     void (*attention)(const AttentionArgs&);
 };
 

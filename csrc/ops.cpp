@@ -158,6 +158,22 @@ Tensor combine(const Tensor& outputs, const Tensor& weights, const Tensor& like)
     return out;
 }
 
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+    const char* op = "rms_norm";
+    REQUIRE(x.dim() >= 1, "x needs a dimension of features");
+    REQUIRE(x.is_cpu(), "x must be on the CPU");
+    const auto type = type_of(op, "x", x);
+    const int64_t size = x.size(x.dim() - 1);
+    check_shape(op, "weight", weight, {size});
+    REQUIRE(weight.scalar_type() == x.scalar_type(), "weight and x must have one dtype");
+    const Tensor packed = x.is_contiguous() ? x : torch::stable::contiguous(x);
+    Tensor out = torch::stable::new_empty(x, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()));
+    if (x.numel())
+        specviz::current().norm({type, packed.const_data_ptr(), weight.const_data_ptr(), out.mutable_data_ptr(),
+                                 x.numel() / size, size, static_cast<float>(eps)});
+    return out;
+}
+
 const uint16_t* check_quantized(const char* op, const char* name, const Tensor& codes, const Tensor& scales,
                                 int64_t experts, int64_t rows, int64_t columns, int64_t bits) {
     const int64_t groups = (columns + specviz::kGroup - 1) / specviz::kGroup;
@@ -283,6 +299,7 @@ STABLE_TORCH_LIBRARY(specviz, m) {
     m.def(
         "expert_ffn(Tensor x, Tensor[] gate_up, Tensor[] down, Tensor offsets, Tensor rows, Tensor slots, "
         "Tensor(a!) out, str activation) -> ()");
+    m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
     m.def("combine(Tensor outputs, Tensor weights, Tensor like) -> Tensor");
     m.def(
         "quantized_moe(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
@@ -295,6 +312,7 @@ STABLE_TORCH_LIBRARY(specviz, m) {
 STABLE_TORCH_LIBRARY_IMPL(specviz, CPU, m) {
     m.impl("linear", TORCH_BOX(&linear));
     m.impl("expert_ffn", TORCH_BOX(&expert_ffn));
+    m.impl("rms_norm", TORCH_BOX(&rms_norm));
     m.impl("combine", TORCH_BOX(&combine));
     m.impl("quantized_moe", TORCH_BOX(&quantized_moe));
     m.impl("chunked_attention", TORCH_BOX(&chunked_attention));

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "kernels.h"
+#include "norm.h"
 
 #if !defined(SPECVIZ_VARIANT)
 #error "compile with -DSPECVIZ_VARIANT=portable (or avx2, avx512, avx512bf16, amx): engine/kernels/build.py does"
@@ -17,7 +18,7 @@ namespace specviz {
 
 extern const Kernels SPECVIZ_NAME(SPECVIZ_VARIANT);
 const Kernels SPECVIZ_NAME(SPECVIZ_VARIANT) = {
-    SPECVIZ_STRING(SPECVIZ_VARIANT), linear, experts, combine, attention,
+    SPECVIZ_STRING(SPECVIZ_VARIANT), linear, experts, combine, norm, attention,
 };
 
 }  // namespace specviz

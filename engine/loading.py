@@ -16,6 +16,7 @@ from engine.control.presets import find_preset
 from engine.errors import BudgetError, Cancelled, ModelError
 from engine.kernels.linear import use_kernels
 from engine.kernels.native import Native, native
+from engine.kernels.norm import use_norm_kernels
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
 from engine.model.layout import ExpertShape, ExpertTable
@@ -90,6 +91,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     kernels = _choose_kernels(config, threads)
     if "linear" in kernels:
         use_kernels(skeleton.model)
+        use_norm_kernels(skeleton.model)
     sizes = table.experts, table.layers, table.shape.numel * dtype.itemsize
     slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     if slots < 1:
