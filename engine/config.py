@@ -18,7 +18,8 @@ DTYPES = ("float32", "bfloat16")
 DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "none")
 POLICIES = ("lookahead", "lru", "lfu")
 PREFETCH_SOURCES = ("draft", "next-layer", "none")
-#: What the compiled kernels can compute: attention, the target's linear layers, its experts, the draft's experts.
+#: What the compiled kernels can compute: attention, the target's linear layers (and norms), its experts, the draft's
+#: experts.
 KERNELS = ("attention", "linear", "experts", "draft")
 K_LIMIT = 16
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
