@@ -15,7 +15,7 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "assets" / "models" / 
 UPCYCLING_TEXT = Path(__file__).resolve().parent.parent / "assets" / "upcycling.txt"
 
 DTYPES = ("float32", "bfloat16")
-DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "none")
+DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "sparse", "sparse-1", "ngram", "none")
 POLICIES = ("lookahead", "lru", "lfu")
 PREFETCH_SOURCES = ("draft", "next-layer", "none")
 #: What the compiled kernels can compute: attention, the target's linear layers (and norms), its experts, the draft's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,15 @@ from engine.loading import LoadedModel, Progress, load_model
 from engine.offload.cache import ExpertCache
 from engine.offload.emulated import EmulatedLink
 from engine.offload.experts import OffloadedExperts, QuantizedExperts
+from engine.offload.resident import ResidentExperts
 from engine.passes import PassObserver
 from engine.report import cache_state, governor_choice, kernels_label, roofline_point, run_start, summarize
 from engine.run import Run, open_run
-from engine.speculation.drafters import Draft, Drafter, NoDrafter, SelfDrafter
+from engine.speculation.drafters import Draft, Drafter, DraftRun, NoDrafter, create_drafter, sparse_experts
 from engine.speculation.outcome import RoundView, outcome
 from engine.speculation.prefetcher import Prefetcher
-from engine.speculation.sampling import SamplingParams, Verdict, displayed, distribution, verify
+from engine.speculation.sampling import Verdict, displayed, distribution, verify
+from engine.speculation.seam import flaw, padded
 
 # Rows of a prefill pass: bounds the activations of a long prompt.
 PREFILL_ROWS = 512
@@ -55,7 +58,7 @@ class Engine:
         self.kernels = kernels_label(config.kernels, loaded.kernels)
         self.passes.attach(None, self.cache)
         self.target_experts = OffloadedExperts(self.cache, self.passes, native="experts" in loaded.kernels)
-        self.draft_experts = QuantizedExperts(loaded.draft_experts, self.passes) if loaded.draft_experts else None
+        self.draft_experts = self._create_draft_experts()
         self.kv_bytes_per_token = measure_kv_bytes(loaded, self.passes, self.draft_experts or self.target_experts)
         self.cache.reset()
         link = loaded.link
@@ -185,9 +188,11 @@ class Engine:
             run.knobs.values["k"],
             run.knobs.values["k_max"],
             self.transfer_seconds,
-            self.prefetches_drafts,
+            self.prefetches(run),
             run.drafter.drafts,
         )
+        if run.draft_alarm is not None:
+            choice = dataclasses.replace(choice, reason=run.draft_alarm)
         recorder.emit(governor_choice(run, choice))
         return choice
 
@@ -196,8 +201,12 @@ class Engine:
         self.prefetcher.begin_round(k)
         self.passes.begin("draft")
         draft = run.drafter.draft(run.batch, k, False, self.passes.token_drafted)
+        wrong = flaw(draft, run.batch, k, self.vocab)
+        if wrong is not None:
+            self._switch_off(run, f"a draft was refused: {wrong}. This is a bug of the drafter")
+            draft = Draft.empty(len(run.batch.sequences), self.vocab)
         self.prefetcher.plan_complete()
-        return draft
+        return padded(draft)
 
     def _verify(self, run: Run, draft: Draft) -> torch.Tensor:
         """The target's logits (batch, k+1, vocab) for the newest token and all draft tokens, in one pass."""
@@ -247,13 +256,27 @@ class Engine:
             lengths=[(r.verified, r.accepted) for r in rounds],
             misses=self.passes.misses_by_rows(),
         )
-        self.governor.observe(observation, self.transfer_seconds, self.prefetches_drafts)
+        self.governor.observe(observation, self.transfer_seconds, self.prefetches(run))
         recorder.emit(roofline_point(run, observation, self.loaded.link.bytes_per_s))
+        run.watch.observe(observation.lengths)
+        if run.watch.hopeless and run.draft_alarm is None:
+            seen = f"{run.watch.right} of {run.watch.tried} first tokens were accepted"
+            self._switch_off(run, f"{seen}: this drafter does not know this text")
 
-    def _create_drafter(self, params: SamplingParams, generator: torch.Generator) -> Drafter:
-        if self.draft_experts is None:
-            return NoDrafter(self.loaded.runner.config.vocab_size)
-        return SelfDrafter(self.loaded.runner, self.draft_experts, params, generator)
+    def _switch_off(self, run: Run, reason: str) -> None:
+        """Decode plainly for the rest of the run, and say so."""
+        run.draft_alarm = f"the {self.config.draft} draft is switched off: {reason}"
+        run.drafter = NoDrafter(self.vocab, run.drafter.nbytes)
+        run.recorder.emit(events.DraftAlarm(run.recorder.now(), run.round, self.config.draft, run.draft_alarm))
+
+    def _create_draft_experts(self) -> QuantizedExperts | ResidentExperts | None:
+        most = sparse_experts(self.config.draft)
+        if most is not None:
+            return ResidentExperts(self.cache, self.passes, most, native="experts" in self.loaded.kernels)
+        return QuantizedExperts(self.loaded.draft_experts, self.passes) if self.loaded.draft_experts else None
+
+    def _create_drafter(self, run: DraftRun) -> Drafter:
+        return create_drafter(self.config.draft, self.loaded.runner, self.draft_experts, run)
 
     def _start(self, run: Run) -> None:
         self.target_experts.stop = run.stop
@@ -279,6 +302,7 @@ class Engine:
                 self.loaded.runner.forward(run.batch.cache, self.target_experts, ids, slot, at, rows, keep=1)
                 self.passes.end()
             run.batch.cache.commit(sequence.slot, sequence.cached)
+        run.drafter.prefill()
         recorder.emit(cache_state(self, run))
         recorder.emit(events.Phase(recorder.now(), "decode"))
         run.prefill_stats = self.cache.stats
@@ -302,9 +326,13 @@ class Engine:
             link.set_rate(link.gbps, value)
 
     @property
-    def prefetches_drafts(self) -> bool:
+    def vocab(self) -> int:
+        """Rows of the output head: as many ids as it has tokens, or a few more."""
+        return self.loaded.runner.config.vocab_size
+
+    def prefetches(self, run: Run) -> bool:
         """Whether the draft's routes start transfers."""
-        return self.prefetcher.source == "draft"
+        return self.prefetcher.source == "draft" and run.drafter.routes
 
     @property
     def transfer_seconds(self) -> float:

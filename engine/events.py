@@ -240,6 +240,16 @@ class GovernorChoice(Event):
 
 
 @dataclass(frozen=True)
+class DraftAlarm(Event):
+    """The drafter was switched off after `round`, for the rest of the run, and why."""
+
+    kind: ClassVar[str] = "draft_alarm"
+    round: int
+    draft: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class RooflinePoint(Event):
     """The amortization roofline's operating point of one round (MoE-SpeQ, section 3.2, bonus token included).
 
@@ -286,6 +296,7 @@ EVENTS: dict[str, type[Event]] = {
         CacheState,
         KnobChange,
         GovernorChoice,
+        DraftAlarm,
         RooflinePoint,
         RunEnd,
     )

@@ -16,7 +16,6 @@ from engine.config import KERNELS
 from engine.control.governor import Choice, Observation
 from engine.control.presets import find_preset
 from engine.kernels.native import Absent, native
-from engine.model.kv_cache import KVCache
 from engine.offload.emulated import EmulatedLink
 from engine.speculation.batch import Sequence
 
@@ -40,7 +39,7 @@ def run_start(engine: Engine, run: Run) -> events.RunStart:
         machine=machine_info() | {"threads": engine.loaded.threads, "kernels": engine.kernels},
         link=link_info(engine),
         config=config_info(engine, run),
-        memory=memory_info(engine, run.batch.cache),
+        memory=memory_info(engine, run),
         slots_per_layer=engine.cache.slots_per_layer,
         prompts=[_prompt(engine.loaded.tokenizer, sequence.prompt_ids) for sequence in run.sequences],
         started_unix=run.recorder.started_unix,
@@ -152,11 +151,12 @@ def link_info(engine: Engine) -> dict[str, Any]:
     }
 
 
-def memory_info(engine: Engine, kv: KVCache) -> dict[str, int]:
-    """Bytes of the fast tier: weights that are not experts, the draft's copy, cache slots, KV (as it will be)."""
+def memory_info(engine: Engine, run: Run) -> dict[str, int]:
+    """Bytes of the fast tier: weights that are not experts, what the drafter adds, cache slots, KV (as it will be)."""
+    kv = run.batch.cache
     parts = {
         "shared": engine.loaded.skeleton.shared_bytes,
-        "draft": engine.draft_experts.nbytes if engine.draft_experts else 0,
+        "draft": run.drafter.nbytes,
         "cache": engine.cache.capacity_nbytes,
         "kv": engine.kv_bytes_per_token * kv.max_length * len(kv.lengths),
     }
@@ -203,7 +203,8 @@ def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
             "overlapped_s": overlapped_ns / 1e9,
         },
         "overlap": _ratio(overlapped_ns, transfer_ns),
-        "memory": memory_info(engine, run.batch.cache),
+        "draft_alarm": run.draft_alarm,
+        "memory": memory_info(engine, run),
         "config": config_info(engine, run),
     }
 

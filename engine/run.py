@@ -18,8 +18,9 @@ from engine.model.text import TextStream
 from engine.offload.stats import CacheStats
 from engine.recorder import Recorder
 from engine.speculation.batch import Batch, Sequence
-from engine.speculation.drafters import Drafter
+from engine.speculation.drafters import Drafter, DraftRun
 from engine.speculation.sampling import SamplingParams
+from engine.speculation.watch import DraftWatch
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Run:
     """What one call of `generate` owns.
 
     `batch` holds the unfinished ones of `sequences`; `prefill_stats` are the cache's totals when decoding began.
+    `draft_alarm` says why the drafter was switched off, if it was.
     """
 
     options: GenerationConfig
@@ -40,6 +42,8 @@ class Run:
     stop: threading.Event
     round: int = 0
     prefill_stats: CacheStats = field(default_factory=CacheStats)
+    watch: DraftWatch = field(default_factory=DraftWatch)
+    draft_alarm: str | None = None
 
 
 def open_run(
@@ -47,7 +51,7 @@ def open_run(
     prompts: list[str],
     options: GenerationConfig,
     knobs: KnobBlock,
-    create_drafter: Callable[[SamplingParams, torch.Generator], Drafter],
+    create_drafter: Callable[[DraftRun], Drafter],
     emit: Callable[[Event], None] | None,
     stop: threading.Event,
 ) -> Run:
@@ -60,17 +64,9 @@ def open_run(
     cache = loaded.runner.new_cache(len(sequences), longest + K_LIMIT + 2)
     params = SamplingParams(options.temperature, options.top_k, options.top_p)
     generator = torch.Generator().manual_seed(options.seed)
-    return Run(
-        options,
-        knobs,
-        params,
-        generator,
-        Recorder(emit),
-        sequences,
-        Batch(list(sequences), cache),
-        create_drafter(params, generator),
-        stop,
-    )
+    batch = Batch(list(sequences), cache)
+    drafter = create_drafter(DraftRun(batch, loaded.runner.config.vocab_size, params, generator, stop))
+    return Run(options, knobs, params, generator, Recorder(emit), sequences, batch, drafter, stop)
 
 
 def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationConfig) -> Sequence:

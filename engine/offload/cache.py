@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -16,7 +17,7 @@ from engine.offload.policies import Plan, create_policy
 from engine.offload.shelves import Shelves
 from engine.offload.slots import Slot, slot_nbytes
 from engine.offload.stats import CacheObserver, CacheStats, Ledger, RoundCounts
-from engine.offload.stream import ExpertStream
+from engine.offload.stream import ExpertStream, Lease
 from engine.offload.transfer import DONE, Transfer
 
 TIMEOUT_S = 30.0
@@ -99,6 +100,26 @@ class ExpertCache:
         """
         with self.lock:
             self._policy.reject(layer, wanted, kept)
+
+    @contextmanager
+    def lend(self, layer: int, experts: Iterable[int]) -> Iterator[dict[int, Lease]]:
+        """Those of `experts` that are resident now, kept until the block ends. For a draft that takes what is there.
+
+        It is no request: nothing is loaded or waited for, and neither the policy nor the counts hear of it.
+        """
+        with self.lock:
+            found = [(expert, self.find(layer, expert)) for expert in experts]
+            # What a stream has pinned is its own to release.
+            lent = {expert: slot for expert, slot in found if slot is not None and slot.evictable}
+            for slot in lent.values():
+                slot.pinned = True
+        try:
+            yield {expert: Lease(expert, slot.gate_up, slot.down) for expert, slot in lent.items()}
+        finally:
+            with self.lock:
+                for slot in lent.values():
+                    slot.pinned = False
+                self.trim(layer)
 
     # Looking ahead.
 

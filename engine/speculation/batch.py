@@ -35,6 +35,11 @@ class Sequence:
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.new_ids)
 
+    def since(self, position: int) -> list[int]:
+        """Prompt and text as one, from token `position` on."""
+        beyond = position - len(self.prompt_ids)
+        return self.new_ids[beyond:] if beyond >= 0 else self.prompt_ids[position:] + self.new_ids
+
 
 @dataclass
 class Batch:

@@ -1,0 +1,84 @@
+"""What every drafter has in common: its guess, and what it is told of the run that it guesses for."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.speculation.batch import Batch
+from engine.speculation.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Draft:
+    """tokens (batch, k), probs (batch, k, vocab): the q each was sampled from, lengths (batch,): how many count.
+
+    `confidence` (batch, k) is the draft's probability of each token as a person sees it (`displayed`).
+    Tokens beyond a sequence's length are padding, and never reach the model (`engine/speculation/seam.py`).
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor
+    lengths: torch.Tensor
+    confidence: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, vocab: int) -> Draft:
+        """No tokens for anybody."""
+        none = torch.zeros(batch, 0)
+        return cls(none.long(), torch.zeros(batch, 0, vocab), torch.zeros(batch, dtype=torch.long), none)
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """The run that a drafter serves: its sequences, how tokens are chosen, and the flag that ends it."""
+
+    batch: Batch
+    vocab: int
+    params: SamplingParams
+    generator: torch.Generator
+    stop: threading.Event
+
+
+class Drafter(ABC):
+    """Guesses up to k tokens a sequence; the target decides. Made for one run."""
+
+    #: Bytes of fast memory that the drafter adds.
+    nbytes = 0
+    #: Whether it can draft at all; if not, every round is plain decoding.
+    drafts = True
+    #: Whether its passes ask the target's routers, and so foresee the experts that verification needs.
+    routes = False
+
+    def prefill(self) -> None:  # noqa: B027 - only a drafter with a memory of its own reads ahead
+        """The target has read the prompts, and the first round comes next."""
+
+    @abstractmethod
+    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+        """Guess up to min(k, what may still be emitted) tokens for each sequence.
+
+        `route_last` asks for one more pass over the last draft token, whose only use is to learn its routes.
+        `on_token(i)` is called after pass i.
+        """
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: never guesses."""
+
+    drafts = False
+
+    def __init__(self, vocab: int, nbytes: int = 0) -> None:
+        """`nbytes`: what a drafter that was switched off still holds."""
+        self._vocab = vocab
+        self.nbytes = nbytes
+
+    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+        return Draft.empty(len(batch.sequences), self._vocab)
