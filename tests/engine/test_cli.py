@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "text", "token_ids", "prompt_tokens", "new_tokens", "finish_reason", "ttft_s", "decode_s", "decode_tok_s",
     "rounds", "acceptance_rate", "acceptance_by_position", "mean_acceptance_length", "experts", "time", "overlap",
-    "memory", "config",
+    "draft_alarm", "memory", "config",
 }  # fmt: skip
 EXPERTS = {
     "requests", "hits", "late", "misses", "prefetched", "prefetch_used", "prefetch_wasted", "bytes_loaded",

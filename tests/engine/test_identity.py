@@ -177,16 +177,39 @@ def test_batch_of_one(name: str, saved, expected, engine_of):
         compare(model, (prompt,), [expected(name)[number][:tokens]], results)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_every_draft(draft: str, tiny_model, expected):
-    model = tiny_model("qwen3_moe")
-    engine = Engine.load(EngineConfig(model=str(model.directory), draft=draft, cache=CacheBudget(slots=2)))
+def meetings() -> list[tuple[str, Setting]]:
+    """For every draft, settings in which it meets every policy and both kinds of link; the rest takes turns."""
+    cases = []
+    for number, draft in enumerate(DRAFTS):
+        for at, policy in enumerate(VALUES["policy"]):
+            turn = number + at
+            link, cache = VALUES["link"][turn % 2], VALUES["cache"][turn % 4]
+            prefetch, k = VALUES["prefetch"][(turn + number // 3) % 3], (1, 4, 8)[(at + number // 3) % 3]
+            cases.append((draft, Setting(link, cache, policy, prefetch, k)))
+    return cases
+
+
+def test_every_draft_meets_every_policy_and_link():
+    for name in ("policy", "link"):
+        met = {(draft, getattr(setting, name)) for draft, setting in meetings()}
+        assert met == set(itertools.product(DRAFTS, VALUES[name]))
+
+
+@pytest.mark.parametrize(("draft", "setting"), meetings(), ids=lambda value: str(value))
+def test_every_draft(draft: str, setting: Setting, saved, expected):
+    """On the models in turn; the first policy's setting on the embedded one."""
+    at = VALUES["policy"].index(setting.policy)
+    name = ("embedded", "mixtral", "qwen3_moe")[at]
+    model, prompts = saved(name), PROMPTS[:8] if at == 0 else PROMPTS
+    link = LinkConfig.parse(setting.link)
+    engine = Engine.load(EngineConfig(model=str(model.directory), draft=draft, link=link))
     try:
-        results = engine.generate(list(PROMPTS), GenerationConfig(max_new_tokens=NEW_TOKENS, k=4))
+        results = run(engine, setting, model, prompts, NEW_TOKENS)
     finally:
         engine.close()
-    compare(model, PROMPTS, expected("qwen3_moe"), results)
-    assert (results[0]["acceptance_rate"] is None) == (draft == "none")
+    compare(model, prompts, expected(name)[: len(prompts)], results)
+    assert draft in ("ngram", "none") or results[0]["acceptance_rate"] is not None
+    assert draft != "none" or results[0]["acceptance_rate"] is None
 
 
 @pytest.mark.parametrize("pack", (True, False), ids=("pack", "no-pack"))

@@ -1,0 +1,170 @@
+"""Drafting with resident experts: computes what it should, and leaves the cache as if it had never been there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.integrations import moe
+
+from engine.errors import Cancelled
+from engine.offload.cache import ExpertCache
+from engine.offload.disk import DiskLink
+from engine.offload.resident import ResidentExperts
+from engine.offload.source import ExpertSource
+
+TOP_K = 3
+
+
+class Module(torch.nn.Module):
+    """What the experts seam shows of a gated FFN."""
+
+    is_transposed = has_bias = has_post_expert_norm = False
+    is_concatenated = has_gate = True
+    _apply_gate = moe._default_apply_gate
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = torch.nn.SiLU()
+
+
+class Observer:
+    """Notes the layers, and does something in the middle of one."""
+
+    def __init__(self) -> None:
+        self.seen: list = []
+        self.at_routed = lambda: None
+
+    def routed(self, layer: int, index: list, weights: list, hidden: torch.Tensor) -> None:
+        self.seen.append((layer, index, weights))
+        self.at_routed()
+
+    def computed(self, layer: int, rows: int) -> None:
+        self.seen.append((layer, rows))
+
+
+@pytest.fixture
+def cache(make_checkpoint, witness) -> Iterator[ExpertCache]:
+    source = ExpertSource(make_checkpoint(torch.float32).table, direct=False)
+    cache = ExpertCache(source.table, 2, torch.float32, DiskLink(source), "lru", witness)
+    for lease in cache.stream(0, [1, 2]):
+        assert lease.expert in (1, 2)
+    yield cache
+    cache.close()
+    cache.link.close()
+    source.close()
+
+
+def weights_of(cache: ExpertCache, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up and down as they lie on disk."""
+    raw = torch.empty(cache.table.shape.nbytes, dtype=torch.uint8)
+    cache.link.source.read(layer, expert, 0, raw)
+    return cache.table.shape.views(raw.view(torch.float32))
+
+
+def route(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, and for each row TOP_K of 4 experts with falling weights."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, 24, generator=generator)
+    scores = torch.randn(rows, 4, generator=generator).softmax(-1)
+    top = scores.topk(TOP_K, dim=-1)
+    return hidden, top.indices, top.values
+
+
+def dense(cache: ExpertCache, hidden, index, weights, here: set[int], most: int) -> torch.Tensor:
+    """The definition, row by row in float64, from the bytes on disk."""
+    out = torch.zeros(hidden.shape, dtype=torch.float64)
+    for row, x in enumerate(hidden.double()):
+        choice = sorted(zip(weights[row].tolist(), index[row].tolist(), strict=True), reverse=True)
+        for weight, expert in [pair for pair in choice if pair[1] in here][:most]:
+            gate_up, down = (matrix.double() for matrix in weights_of(cache, 0, expert))
+            gate, up = (gate_up @ x).chunk(2)
+            out[row] += weight * (down @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("native", (False, True), ids=("torch", "kernels"))
+@pytest.mark.parametrize("most", (1, 2, 8))
+@pytest.mark.parametrize("rows", (1, 2, 7))
+def test_computes_the_likeliest_that_are_resident(rows: int, most: int, native: bool, cache):
+    hidden, index, weights = route(rows)
+    observer = Observer()
+    experts = ResidentExperts(cache, observer, most, native and kernels())
+    out = experts.run(0, Module(), hidden, index, weights)
+    reference = dense(cache, hidden, index, weights, {1, 2}, most)
+    torch.testing.assert_close(out.double(), reference, atol=1e-5, rtol=1e-4)
+    assert observer.seen == [(0, index.tolist(), weights.tolist()), (0, rows)]
+
+
+def kernels() -> bool:
+    from engine.kernels.native import Native, native
+
+    return isinstance(native(), Native)
+
+
+def test_a_token_without_resident_experts_is_left_alone(cache):
+    hidden, index, weights = torch.randn(2, 24), torch.tensor([[0, 3], [0, 1]]), torch.tensor([[0.6, 0.4], [0.9, 0.1]])
+    out = ResidentExperts(cache, Observer(), 2, native=False).run(0, Module(), hidden, index, weights)
+    assert torch.equal(out[0], torch.zeros(24))
+    assert out[1].abs().max() > 0
+    nothing = ResidentExperts(cache, Observer(), 2, native=kernels()).run(1, Module(), hidden, index, weights)
+    assert torch.equal(nothing, torch.zeros(2, 24))
+
+
+def test_asks_nothing_of_the_cache(cache, witness):
+    stats, resident, transfers = cache.stats, cache.resident(), len(witness.transfers)
+    cache.take_round()
+    hidden, index, weights = route(7)
+    ResidentExperts(cache, Observer(), 2, native=False).run(0, Module(), hidden, index, weights)
+    assert (cache.stats, cache.resident(), len(witness.transfers)) == (stats, resident, transfers)
+    seen = cache.take_round()
+    assert (seen.hits, seen.late, seen.misses, seen.used) == (0, 0, 0, [[], []])
+
+
+def test_lent_experts_stay_and_are_free_afterwards(cache):
+    """Neither a prefetch nor a smaller budget takes them away under the draft; both may as soon as it is done."""
+    with cache.lend(0, [0, 1, 2]) as leases:
+        assert set(leases) == {1, 2}
+        assert not cache.prefetch(0, 3, 0)
+        cache.resize(1)
+        assert cache.resident()[0] == [1, 2]
+        gate_up, down = weights_of(cache, 0, 1)
+        assert torch.equal(leases[1].gate_up, gate_up) and torch.equal(leases[1].down, down)
+    assert len(cache.resident()[0]) == 1
+    assert cache.prefetch(0, 3, 0)
+
+
+def test_an_error_inside_gives_them_back(cache):
+    with pytest.raises(ZeroDivisionError), cache.lend(0, [1, 2]):
+        raise ZeroDivisionError
+    assert cache.prefetch(0, 3, 0)
+
+
+def test_what_is_still_on_its_way_is_not_lent(cache):
+    assert cache.prefetch(0, 3, 0)
+    with cache.lend(0, [3]) as leases:
+        # The link may have been quick; what was lent is there in full.
+        for expert, lease in leases.items():
+            assert torch.equal(lease.gate_up, weights_of(cache, 0, expert)[0])
+
+
+def test_an_eviction_by_the_prefetch_of_this_very_layer_is_seen(cache):
+    """`routed` may start transfers that evict: the draft then goes without, and reads nobody's half of an expert."""
+    observer = Observer()
+    observer.at_routed = lambda: cache.prefetch(0, 3, 0) and cache.resize(1)
+    index, weights = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]])
+    hidden = torch.randn(1, 24)
+    out = ResidentExperts(cache, observer, 2, native=False).run(0, Module(), hidden, index, weights)
+    left = set(cache.resident()[0]) & {1, 2}
+    torch.testing.assert_close(out.double(), dense(cache, hidden, index, weights, left, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_stops(cache):
+    experts = ResidentExperts(cache, Observer(), 2, native=False)
+    experts.stop = threading.Event()
+    experts.stop.set()
+    with pytest.raises(Cancelled):
+        experts.run(0, Module(), *route(1))
