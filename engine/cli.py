@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from engine.config import (
-    DRAFTS,
     DTYPES,
     EMBEDDED_MODEL,
     POLICIES,
@@ -22,12 +21,19 @@ from engine.config import (
     EngineConfig,
     GenerationConfig,
     LinkConfig,
+    parse_draft,
     parse_kernels,
 )
 from engine.errors import EngineError, UsageError, one_line
 from engine.events import Event, Round
 from engine.progress import Pace, describe
 from engine.trace_file import TraceFile
+
+DRAFT_HELP = (
+    "who drafts: self-int8, self-int4, self-int3 or self-int2 (a quantized copy of the model's experts), sparse or "
+    "sparse-1 (the resident experts: two or one a token, no extra memory), ngram (repeats what the text said before), "
+    "model:PATH_OR_ID (a small model with the same vocabulary), none"
+)
 
 #: The link of benches, unless one is chosen: paced like the machine of MoE-SpeQ's evaluation.
 BENCH_LINK = "emulated:phi3.5-a100"
@@ -132,7 +138,7 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="what this machine and installation can do; builds the kernels",
                                  formatter_class=_Formatter)  # fmt: skip
     doctor.add_argument("--model", metavar="PATH_OR_ID", help="tell the fast memory that this model would take, too")
-    doctor.add_argument("--draft", choices=DRAFTS, default="self-int4", help="who drafts")
+    doctor.add_argument("--draft", type=parse_draft, default="self-int4", metavar="DRAFT", help="who drafts")
     doctor.add_argument("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots")
     doctor.add_argument("--dtype", choices=DTYPES, default="float32", help="what the model computes in")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -150,7 +156,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=str(EMBEDDED_MODEL), metavar="PATH_OR_ID", help="a directory or a hub id")
-    add("--draft", choices=DRAFTS, default="self-int4", help="who drafts")
+    add("--draft", type=parse_draft, default="self-int4", metavar="DRAFT", help=DRAFT_HELP)
     add("--policy", choices=POLICIES, default="lookahead", help="which expert is evicted")
     add("--prefetch", choices=PREFETCH_SOURCES, default="draft", help="who says what to fetch ahead")
     add("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots a layer")

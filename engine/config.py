@@ -16,6 +16,8 @@ UPCYCLING_TEXT = Path(__file__).resolve().parent.parent / "assets" / "upcycling.
 
 DTYPES = ("float32", "bfloat16")
 DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "sparse", "sparse-1", "ngram", "none")
+#: A small model drafts: its directory or hub id follows.
+MODEL_DRAFT = "model:"
 POLICIES = ("lookahead", "lru", "lfu")
 PREFETCH_SOURCES = ("draft", "next-layer", "none")
 #: What the compiled kernels can compute: attention, the target's linear layers (and norms), its experts, the draft's
@@ -25,6 +27,18 @@ K_LIMIT = 16
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
 LINK_GBPS = (0.0001, 1000)
 LINK_LATENCY_US = (0, 100_000)
+
+
+def draft_model_id(draft: str) -> str | None:
+    """The directory or hub id of the small model that drafts; None for all other drafts."""
+    return draft.removeprefix(MODEL_DRAFT) if draft.startswith(MODEL_DRAFT) else None
+
+
+def parse_draft(text: str) -> str:
+    """One of DRAFTS, or `model:` with a directory or hub id behind. Raises UsageError."""
+    if text in DRAFTS or draft_model_id(text):
+        return text
+    raise UsageError(f"unknown draft {text!r}: use one of {', '.join(DRAFTS)}, {MODEL_DRAFT}PATH_OR_ID")
 
 
 def cache_directory() -> Path:
@@ -130,9 +144,9 @@ class CacheBudget:
 class EngineConfig:
     """What is decided when a model is loaded.
 
-    `model`: a directory or a hub id. `draft`: one of DRAFTS. `pack`: build and use the page-aligned
-    pack of the experts (False reads byte ranges of the original shards). `threads`: CPU threads of torch;
-    None chooses by the size of the experts. `kernels`: those of KERNELS that may compute where torch would
+    `model`: a directory or a hub id. `draft`: one of DRAFTS, or `model:PATH_OR_ID`. `pack`: build and use the
+    page-aligned pack of the experts (False reads byte ranges of the original shards). `threads`: CPU threads of
+    torch; None chooses by the size of the experts. `kernels`: those of KERNELS that may compute where torch would
     otherwise, if this machine can build them (`engine/kernels/native.py`); () is none.
     """
 
@@ -151,7 +165,7 @@ class EngineConfig:
         for kernel in self.kernels:
             _one_of("kernel", kernel, KERNELS)
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("draft", self.draft, DRAFTS)
+        parse_draft(self.draft)
         _one_of("policy", self.policy, POLICIES)
         _one_of("prefetch", self.prefetch, PREFETCH_SOURCES)
         if self.threads is not None and not 1 <= self.threads <= 1024:

@@ -276,7 +276,7 @@ class Engine:
         return QuantizedExperts(self.loaded.draft_experts, self.passes) if self.loaded.draft_experts else None
 
     def _create_drafter(self, run: DraftRun) -> Drafter:
-        return create_drafter(self.config.draft, self.loaded.runner, self.draft_experts, run)
+        return create_drafter(self.config.draft, self.loaded.runner, self.draft_experts, self.loaded.draft_model, run)
 
     def _start(self, run: Run) -> None:
         self.target_experts.stop = run.stop

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, draft_model_id
 from engine.control.presets import find_preset
 from engine.errors import BudgetError, Cancelled, ModelError
 from engine.kernels.linear import use_kernels
@@ -19,10 +19,12 @@ from engine.kernels.native import Native, native
 from engine.kernels.norm import use_norm_kernels
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
+from engine.model.draft_model import DraftModel, load_draft_model
 from engine.model.layout import ExpertShape, ExpertTable
 from engine.model.routers import RouterProbe
 from engine.model.runner import ModelRunner
 from engine.model.skeleton import Skeleton, load_skeleton
+from engine.model.text import load_tokenizer
 from engine.offload.disk import DiskLink
 from engine.offload.draft_layer import DraftLayer, KernelDraftLayer, TorchDraftLayer
 from engine.offload.emulated import EmulatedLink
@@ -60,6 +62,7 @@ class LoadedModel:
     #: Slots beyond those that layers share.
     extra_slots: int = 0
     draft_experts: list[DraftLayer] = field(default_factory=list)
+    draft_model: DraftModel | None = None
     router_probe: RouterProbe | None = None
     #: Names of KERNELS that compute here; none where there is no compiler.
     kernels: frozenset[str] = frozenset()
@@ -101,6 +104,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
             f"{need} bytes ({need / 2**20:.1f} MiB, one slot in each of {table.layers} layers)"
         )
     tokenizer = load_tokenizer(directory)
+    draft_model = _draft_model(config, tokenizer, kernels, progress)
     probe = RouterProbe(skeleton)
     if config.prefetch == "next-layer" and not probe.available:
         raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
@@ -108,7 +112,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     source = ExpertSource(table, direct=config.link.kind == "disk")
     try:
         draft = _quantize_all(source, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
-        runner = ModelRunner(skeleton, native_attention="attention" in kernels)
+        runner = ModelRunner(skeleton.model, skeleton.experts_modules, native_attention="attention" in kernels)
         eos_ids = _eos_ids(directory, skeleton, tokenizer)
         link = _open_link(config, source)
     except BaseException:
@@ -129,6 +133,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
         slots,
         extra,
         draft,
+        draft_model,
         probe if probe.available else None,
         kernels,
         threads,
@@ -159,6 +164,17 @@ def _pack(
         return table
 
 
+def _draft_model(
+    config: EngineConfig, tokenizer: PreTrainedTokenizerBase, kernels: frozenset[str], progress: Progress
+) -> DraftModel | None:
+    """The small model that drafts, if one does."""
+    small = draft_model_id(config.draft)
+    if small is None:
+        return None
+    progress("draft model", 0, 0)
+    return load_draft_model(resolve_directory(small), getattr(torch, config.dtype), tokenizer, kernels)
+
+
 def _choose_kernels(config: EngineConfig, threads: int) -> frozenset[str]:
     """The kernels that the configuration asks for, if this machine has any."""
     found = native() if config.kernels else None
@@ -174,15 +190,6 @@ def default_threads(shape: ExpertShape) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_THREADS)
-
-
-def load_tokenizer(directory: Path, **options: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local checkpoint; `gguf_file` names the file that holds it, if one does. Raises ModelError."""
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"no tokenizer in {directory} ({reason}): fetch tokenizer.json too") from error
 
 
 def _eos_ids(directory, skeleton: Skeleton, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -27,7 +27,10 @@ def build_architecture(directory: Path, dtype: torch.dtype) -> tuple[PreTrainedM
 
     Raises ModelError for what is no Mixture-of-Experts model and for what cannot run here. Reads the config only.
     """
-    model = _build(directory, dtype)
+    model = build_model(directory, dtype)
+    if not model._can_set_experts_implementation():
+        raise _no_experts(model.config, directory)
+    model.set_experts_implementation(EXPERTS)
     modules = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not modules:
         raise _no_experts(model.config, directory)
@@ -36,7 +39,8 @@ def build_architecture(directory: Path, dtype: torch.dtype) -> tuple[PreTrainedM
     return model, modules
 
 
-def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def build_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model without weights, on `meta`. Raises ModelError for what cannot run here."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json: give a directory that transformers can load")
     try:
@@ -48,9 +52,6 @@ def _build(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         model = build_empty(config, dtype)
     except ValueError as error:
         raise ModelError(f"transformers has no causal language model for {config.model_type}") from error
-    if not model._can_set_experts_implementation():
-        raise _no_experts(config, directory)
-    model.set_experts_implementation(EXPERTS)
     return model.eval()
 
 

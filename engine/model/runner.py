@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.model.kv_cache import KVCache
 from engine.model.seams import ATTENTION, NATIVE_ATTENTION, ExpertsModule, attach_backend
-from engine.model.skeleton import Skeleton
 
 
 class Experts(Protocol):
@@ -28,13 +29,15 @@ class ModelRunner:
     whoever asks for it has loaded the kernels.
     """
 
-    def __init__(self, skeleton: Skeleton, native_attention: bool = False) -> None:
-        self.model = skeleton.model
+    def __init__(
+        self, model: PreTrainedModel, experts_modules: Sequence[torch.nn.Module], native_attention: bool = False
+    ) -> None:
+        self.model = model
         self.model.set_attn_implementation(NATIVE_ATTENTION if native_attention else ATTENTION)
-        self.config = skeleton.model.config.get_text_config()
+        self.config = model.config.get_text_config()
         self._experts: Experts | None = None
         self._valid: torch.Tensor | None = None
-        for layer, module in enumerate(skeleton.experts_modules):
+        for layer, module in enumerate(experts_modules):
             attach_backend(module, self._backend(layer))
 
     def new_cache(self, sequences: int, max_length: int) -> KVCache:
@@ -45,7 +48,7 @@ class ModelRunner:
     def forward(
         self,
         cache: KVCache,
-        experts: Experts,
+        experts: Experts | None,
         ids: torch.Tensor,
         slots: torch.Tensor,
         starts: torch.Tensor,
@@ -55,6 +58,7 @@ class ModelRunner:
         """One pass over ids (batch, width), sequence b at cache slot `slots[b]` from position `starts[b]`.
 
         Only the first `rows[b]` rows of sequence b are real; padding rows reach no expert.
+        `experts` may be None for a model that was given no experts modules.
         `keep` limits the logits to the last so many rows (0 keeps all). Returns float32 logits (batch, kept, vocab).
         """
         width = ids.shape[1]

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from engine.errors import ModelError, first_line
 
 # A piece that ends in this is an unfinished multi-byte character: wait for the next token.
 REPLACEMENT = "\ufffd"
+
+
+def load_tokenizer(directory: Path, **options: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local checkpoint; `gguf_file` names the file that holds it, if one does. Raises ModelError."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no tokenizer in {directory} ({first_line(error)}): fetch tokenizer.json too") from error
 
 
 class TextStream:

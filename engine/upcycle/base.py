@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from engine.errors import CheckpointError, ModelError, first_line
-from engine.loading import load_tokenizer
 from engine.model.checkpoint import Checkpoint, resolve_directory
+from engine.model.text import load_tokenizer
 
 #: Architectures that are Mixtral's but for the feed-forward network.
 FAMILY = ("llama", "mistral")

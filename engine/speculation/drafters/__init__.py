@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from engine.errors import UsageError
+from engine.model.draft_model import DraftModel
 from engine.model.runner import ModelRunner
 from engine.offload.experts import QuantizedExperts
 from engine.offload.resident import ResidentExperts
 from engine.speculation.drafters.base import Draft, Drafter, DraftRun, NoDrafter
+from engine.speculation.drafters.model import ModelDrafter
 from engine.speculation.drafters.ngram import NgramDrafter
 from engine.speculation.drafters.self_draft import SelfDrafter
 
@@ -36,11 +38,19 @@ def sparse_experts(kind: str) -> int | None:
 
 
 def create_drafter(
-    kind: str, runner: ModelRunner, experts: QuantizedExperts | ResidentExperts | None, run: DraftRun
+    kind: str,
+    runner: ModelRunner,
+    experts: QuantizedExperts | ResidentExperts | None,
+    model: DraftModel | None,
+    run: DraftRun,
 ) -> Drafter:
-    """The drafter of one run. `experts` are those that the target drafts with, if it does. Raises UsageError."""
+    """The drafter of one run. `experts` are those that the target drafts with, `model` the one that drafts for it;
+    whoever loads the target has what its kind of draft needs. Raises UsageError for an unknown kind.
+    """
+    if model is not None:
+        return ModelDrafter(model, run)
     if kind in _BITS or kind in _RESIDENT:
-        assert experts is not None, "whoever loads the model makes the draft's experts"
+        assert experts is not None
         return SelfDrafter(runner, experts, run)
     if kind == "ngram":
         return NgramDrafter(run.vocab)
