@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-from engine.config import EngineConfig, cache_directory
+from engine.config import EngineConfig, cache_directory, draft_model_id
 from engine.errors import UsageError
 from engine.kernels.build import BuildError, compiler
 from engine.kernels.native import VARIABLE, Absent, native
 from engine.machine import available_bytes, caches
-from engine.model.checkpoint import resolve_directory
+from engine.model.checkpoint import Checkpoint, resolve_directory
 from engine.model.skeleton import survey
 from engine.offload.quantize import quantized_nbytes
 from engine.offload.slots import slot_nbytes
@@ -61,10 +62,11 @@ def fast_memory(config: EngineConfig) -> dict[str, Any]:
     sizes = table.experts, table.layers, shape.numel * dtype.itemsize
     slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     matrices = (shape.gate_up, shape.down)
-    draft = sum(quantized_nbytes(matrix, bits) for matrix in matrices) if bits is not None else 0
+    copied = sum(quantized_nbytes(matrix, bits) for matrix in matrices) if bits is not None else 0
+    small = draft_model_id(config.draft)
     memory = {
         "shared": shared,
-        "draft": table.layers * table.experts * draft,
+        "draft": table.layers * table.experts * copied + (_weights(small, dtype) if small is not None else 0),
         "cache": (table.layers * slots + extra) * slot_nbytes(shape, dtype),
     }
     return {
@@ -77,6 +79,12 @@ def fast_memory(config: EngineConfig) -> dict[str, Any]:
         "all_experts_bytes": table.layers * table.experts * shape.numel * dtype.itemsize,
         "memory": memory | {"total": sum(memory.values())},
     }
+
+
+def _weights(model: str, dtype: torch.dtype) -> int:
+    """Bytes of all weights of a draft model in `dtype`, from its checkpoint's headers. Its KV comes on top, too."""
+    tensors = Checkpoint.open(resolve_directory(model)).tensors
+    return sum(math.prod(info.shape) for info in tensors.values()) * dtype.itemsize
 
 
 def _kernels() -> dict[str, Any]:

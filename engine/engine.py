@@ -192,7 +192,7 @@ class Engine:
             run.drafter.drafts,
         )
         if run.draft_alarm is not None:
-            choice = dataclasses.replace(choice, reason=run.draft_alarm)
+            choice = dataclasses.replace(choice, auto=True, reason=run.draft_alarm)
         recorder.emit(governor_choice(run, choice))
         return choice
 

@@ -27,7 +27,12 @@ LINKS = [
 ]
 #: With the embedded model on a disk nothing takes long enough to be seen; this one shows waiting and hiding alike.
 DEFAULT_LINK = "emulated:deepseek-lite-a100"
-DRAFT_LABELS = {"none": "none (plain decoding)"}
+DRAFT_LABELS = {
+    "sparse": "sparse (resident experts)",
+    "sparse-1": "sparse-1 (one resident expert a token)",
+    "ngram": "ngram (what the text said before)",
+    "none": "none (plain decoding)",
+}
 LINK_KNOBS = ("link_gbps", "link_latency_us")
 #: A slider cannot be set finely over more steps than a screen has pixels; such knobs are number fields.
 SLIDER_STEPS = 5000
@@ -119,7 +124,8 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
         add("k", "k_max")
         draft = gr.Dropdown(
             [(DRAFT_LABELS.get(name, name), name) for name in DRAFTS], value="self-int4", label="Draft · next run",
-            info="A quantized copy of the experts that stays in fast memory.", elem_id="sv-draft",
+            info="Who guesses: a quantized copy of the experts, the experts that are resident, or the text so far.",
+            elem_id="sv-draft",
         )  # fmt: skip
     with gr.Accordion("Experts", open=True):
         add("slots", "policy", "prefetch")

@@ -65,7 +65,7 @@ WRONG_USAGE = (
     "--top-k=-1", "--top-p=0", "--top-p=1.1", "--top-p=nan", "--seed=-1", "--seed=99999999999999999999",
     "--max-new-tokens=0", "--max-new-tokens=257", "--max-new-tokens=x", "--threads=0", "--threads=x",
     "--kernels=", "--kernels=fast", "--kernels=all,linear", "--kernels=linear,",
-    "--draft=parrot", "--policy=random", "--prefetch=psychic", "--dtype=int1",
+    "--draft=parrot", "--draft=model:", "--policy=random", "--prefetch=psychic", "--dtype=int1",
     "--trace=/nonexistent/trace.ndjson", "--trace=.",
 )  # fmt: skip
 

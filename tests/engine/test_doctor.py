@@ -101,7 +101,7 @@ def test_the_cache_is_measured(doctor, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ("qwen3_moe", "mixtral"))
 @pytest.mark.parametrize(
-    "options", ((), ("--dtype", "bfloat16", "--cache", "3", "--draft", "none"), ("--cache", "50%"))
+    "options", ((), ("--dtype", "bfloat16", "--cache", "3", "--draft", "none"), ("--cache", "50%", "--draft", "sparse"))
 )
 def test_the_memory_of_a_model_is_what_its_engine_holds(name: str, options: tuple[str, ...], tiny_model, capsys):
     model = ["--model", str(tiny_model(name).directory), *options]
@@ -115,6 +115,14 @@ def test_the_memory_of_a_model_is_what_its_engine_holds(name: str, options: tupl
     assert told["memory"]["total"] == held["total"] - held["kv"]
     assert main(["doctor", *model]) == 0
     assert f"{told['experts']} experts" in capsys.readouterr().out
+
+
+def test_a_draft_model_is_charged(tiny_model, dense_model, capsys):
+    """What transformers has in memory of it."""
+    draft = f"model:{dense_model.directory}"
+    assert main(["doctor", "--json", "--model", str(tiny_model("mixtral").directory), "--draft", draft]) == 0
+    told = json.loads(capsys.readouterr().out)["model"]
+    assert told["memory"]["draft"] == sum(p.nbytes for p in dense_model.reference().parameters())
 
 
 def test_a_model_that_cannot_run_is_told(dense_model, capsys):

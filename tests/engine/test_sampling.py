@@ -216,14 +216,16 @@ def sampled(tiny_model) -> tuple[Engine, TinyModel]:
 OPTIONS = GenerationConfig(max_new_tokens=3, temperature=1.0, top_k=40, top_p=0.9, k=4)
 
 
-def deviations(engine: Engine, model: TinyModel) -> tuple[float, float]:
+def deviations(
+    engine: Engine, model: TinyModel, text: str = "The sun", batches: tuple[int, ...] = (500, 500)
+) -> tuple[float, float]:
     """Of 1,000 continuations of one prompt: how unlikely the first tokens are, and the second behind the commonest."""
     results = [
         result["token_ids"]
-        for seed in range(2)
-        for result in engine.generate(["The sun"] * 500, dataclasses.replace(OPTIONS, seed=seed))
+        for seed, count in enumerate(batches)
+        for result in engine.generate([text] * count, dataclasses.replace(OPTIONS, seed=seed))
     ]
-    prompt = AutoTokenizer.from_pretrained(model.directory)("The sun")["input_ids"]
+    prompt = AutoTokenizer.from_pretrained(model.directory)(text)["input_ids"]
     reference, params = model.reference(), SamplingParams(OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p)
 
     def probabilities(ids: list[int]) -> np.ndarray:
@@ -238,6 +240,19 @@ def deviations(engine: Engine, model: TinyModel) -> tuple[float, float]:
 
 def test_generated_text_is_distributed_as_transformers_has_it(sampled):
     assert max(deviations(*sampled)) < 5
+
+
+@pytest.mark.parametrize("draft", ("ngram", "model"))
+def test_other_drafters_keep_the_distribution(draft: str, tiny_model, dense_model):
+    """Each with a q of its own; the text repeats itself, so that there is something to look up."""
+    model, text = tiny_model("qwen3_moe"), "The sun. The sun"
+    kind = f"model:{dense_model.directory}" if draft == "model" else draft
+    engine = Engine.load(EngineConfig(model=str(model.directory), draft=kind))
+    try:
+        assert engine.generate([text], OPTIONS)[0]["acceptance_rate"] is not None
+        assert max(deviations(engine, model, text, batches=(250,))) < 5
+    finally:
+        engine.close()
 
 
 def test_generating_with_a_wrong_q_would_be_noticed(sampled, monkeypatch):

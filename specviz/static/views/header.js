@@ -12,7 +12,7 @@ const MODES = {
   recording: ["recording", "A recorded real run, played again"],
 };
 const MEMORY = ["shared", "draft", "cache", "kv"];
-const MEMORY_LABELS = { shared: "shared weights", draft: "draft experts", cache: "cache slots", kv: "KV" };
+const MEMORY_LABELS = { shared: "shared weights", draft: "draft", cache: "cache slots", kv: "KV" };
 
 const TILES = [
   ["rate", "Speed", "tokens/s", "Tokens emitted in the last second; below, over the whole run"],
