@@ -200,7 +200,7 @@ class Engine:
         """Up to k tokens a sequence; their routes fill the lookahead buffer and start transfers."""
         self.prefetcher.begin_round(k)
         self.passes.begin("draft")
-        draft = run.drafter.draft(run.batch, k, False, self.passes.token_drafted)
+        draft = run.drafter.draft(run.batch, k, self.passes.token_drafted)
         wrong = flaw(draft, run.batch, k, self.vocab)
         if wrong is not None:
             self._switch_off(run, f"a draft was refused: {wrong}. This is a bug of the drafter")

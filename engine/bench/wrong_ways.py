@@ -66,7 +66,7 @@ class SeparateKV(Drafter):
     """
 
     def __init__(self, inner: Drafter, engine: Engine, experts: QuantizedExperts) -> None:
-        self.nbytes = inner.nbytes
+        self.nbytes, self.routes = inner.nbytes, inner.routes
         self._inner = inner
         self._runner = engine.loaded.runner
         self._experts = experts
@@ -74,7 +74,7 @@ class SeparateKV(Drafter):
         #: Tokens of each sequence slot that it has, if they are accepted.
         self._has: dict[int, int] = {}
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         if self._kv is None:
             self._kv = self._runner.new_cache(len(batch.cache.lengths), batch.cache.max_length)
         for sequence in batch.sequences:
@@ -84,7 +84,7 @@ class SeparateKV(Drafter):
             if missing.numel():
                 slot, at, rows = (torch.tensor([n]) for n in (sequence.slot, start, missing.shape[1]))
                 self._runner.forward(self._kv, self._experts, missing, slot, at, rows, keep=1)
-        draft = self._inner.draft(Batch(batch.sequences, self._kv), k, route_last, on_token)
+        draft = self._inner.draft(Batch(batch.sequences, self._kv), k, on_token)
         for sequence, length in zip(batch.sequences, draft.lengths.tolist(), strict=True):
             self._has[sequence.slot] = sequence.cached + length
         return draft

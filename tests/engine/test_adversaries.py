@@ -44,7 +44,7 @@ class Scripted(Drafter):
     def __init__(self, run: DraftRun, say: Callable[[int, int, int], list[int]]) -> None:
         self._vocab, self._say = run.vocab, say
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         wanted = batch.draft_lengths(k).tolist()
         said = [self._say(s.slot, len(s.new_ids), n) for s, n in zip(batch.sequences, wanted, strict=True)]
         return drafted(said, self._vocab)

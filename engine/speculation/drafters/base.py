@@ -62,10 +62,9 @@ class Drafter(ABC):
         """The target has read the prompts, and the first round comes next."""
 
     @abstractmethod
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         """Guess up to min(k, what may still be emitted) tokens for each sequence.
 
-        `route_last` asks for one more pass over the last draft token, whose only use is to learn its routes.
         `on_token(i)` is called after pass i.
         """
 
@@ -80,5 +79,5 @@ class NoDrafter(Drafter):
         self._vocab = vocab
         self.nbytes = nbytes
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         return Draft.empty(len(batch.sequences), self._vocab)

@@ -58,7 +58,7 @@ class ModelDrafter(Drafter):
             if self._room(sequence) > 0:
                 self._read(sequence, until=sequence.cached)
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         room = torch.tensor([max(self._room(sequence), 0) for sequence in batch.sequences])
         lengths = batch.draft_lengths(k).minimum(room)
         served = lengths.nonzero().flatten()

@@ -62,7 +62,7 @@ class NgramDrafter(Drafter):
         self._vocab = vocab
         self._texts: dict[int, SuffixIndex] = {}
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         found = []
         for sequence, length in zip(batch.sequences, batch.draft_lengths(k).tolist(), strict=True):
             text = self._texts.setdefault(sequence.slot, SuffixIndex())

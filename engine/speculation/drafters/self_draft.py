@@ -29,21 +29,20 @@ class SelfDrafter(Drafter):
         self._run = run
         self.nbytes = experts.nbytes
 
-    def draft(self, batch: Batch, k: int, route_last: bool, on_token: Callable[[int], None]) -> Draft:
+    def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         lengths = batch.draft_lengths(k)
         longest = int(lengths.max())
         slots, starts, ids = batch.slots, batch.starts, batch.current
         params = self._run.params
         tokens, probs, confidence = [], [], []
-        for i in range(longest + int(route_last and longest > 0)):
+        for i in range(longest):
             # A sequence that drafts fewer tokens keeps its place in the batch, but its rows reach no expert.
-            rows = ((lengths >= i) if route_last else (lengths > i)).long()
+            rows = (lengths > i).long()
             logits = self._runner.forward(batch.cache, self._experts, ids, slots, starts + i, rows, keep=1)
-            if i < longest:
-                probs.append(distribution(logits[:, 0], params))
-                tokens.append(sample(probs[-1], self._run.generator))
-                ids = tokens[-1][:, None]
-                confidence.append(displayed(logits[:, 0], params).gather(-1, ids).squeeze(-1))
+            probs.append(distribution(logits[:, 0], params))
+            tokens.append(sample(probs[-1], self._run.generator))
+            ids = tokens[-1][:, None]
+            confidence.append(displayed(logits[:, 0], params).gather(-1, ids).squeeze(-1))
             on_token(i)
         if not tokens:
             return Draft.empty(len(batch.sequences), self._run.vocab)
