@@ -90,6 +90,15 @@ def test_bfloat16_text_is_the_same_for_every_draft_length_cache_and_batch(cache,
             assert texts(engine, prompts, tokens, k=k, batch=batch) == expected, (k, batch)
 
 
+@pytest.mark.parametrize("name", ["GptOssConfig", "AriaTextConfig", "NemotronHConfig", "MiniMaxM3VLTextConfig"])
+def test_experts_that_the_kernels_do_not_know_whole_are_no_exception(name, directory_of):
+    """Biased, clamped, without a gate: their products are the kernel's, one by one; their drafts are torch's."""
+    with loaded(directory_of(name), "bfloat16", cache=CacheBudget(slots=2)) as engine:
+        expected = texts(engine, list(PROMPTS[:5]), 16, k=0, batch=1)
+        for k, batch in ((4, 1), (4, 5)):
+            assert texts(engine, list(PROMPTS[:5]), 16, k=k, batch=batch) == expected, (k, batch)
+
+
 def varied(count: int) -> Iterator[str]:
     """So many different prompts."""
     for number, prompt in zip(range(count), itertools.cycle(PROMPTS), strict=False):
