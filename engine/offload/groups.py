@@ -64,6 +64,8 @@ class KernelRowGroups(RowGroups):
     def compute(self, module: ExpertsModule, leases: Sequence[Lease]) -> None:
         activation = kernel_activation(module)
         if activation is None:
+            # One by one: with experts as large as gpt-oss's (50 MB, 2 cores) 5.2 ms for 1 row and 8.4 ms for 5, where
+            # the fused kernel takes 4.5 and 5.9 ms for plain ones, and torch 6.3 and 13.2 ms.
             for lease in leases:
                 x = self.input(lease.expert)
                 self.put(lease.expert, apply_expert(module, lease.expert, x, lease.gate_up, lease.down, kernel_linear))
