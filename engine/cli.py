@@ -37,6 +37,7 @@ DRAFT_HELP = (
 
 #: The link of benches, unless one is chosen: paced like the machine of MoE-SpeQ's evaluation.
 BENCH_LINK = "emulated:phi3.5-a100"
+CLEAR_LINE = "\r\x1b[K"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,20 +60,25 @@ def main(argv: list[str] | None = None) -> int:
     except EngineError as error:
         if "--debug" in arguments:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        _tell_error(str(error))
         return error.exit_status
     except BrokenPipeError:
         # The reader left (`| head`): what it wanted it has. Point stdout elsewhere so that exit does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        _tell_error("interrupted")
         return 130
     except Exception as error:
         if "--debug" in arguments:
             raise
-        print(f"error: {one_line(error)} (--debug shows where)", file=sys.stderr)
+        _tell_error(f"{one_line(error)} (--debug shows where)")
         return 1
+
+
+def _tell_error(text: str) -> None:
+    # A line of progress may stand there.
+    print(f"{CLEAR_LINE if sys.stderr.isatty() else ''}error: {text}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -319,7 +325,7 @@ def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
 
     def show(stage: str, done: int, total: int) -> None:
         text = describe(stage, done, total, pace.rate(stage, done, time.monotonic()))
-        stream.write(f"\r\x1b[K{text}" if not total or done < total else "\r\x1b[K")
+        stream.write(CLEAR_LINE + (text if not total or done < total else ""))
         stream.flush()
 
     return show

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from engine.cli import _progress_line
+from engine.cli import _progress_line, main
 from engine.progress import WINDOW_S, Pace, describe
 
 MIB = 2**20
@@ -52,14 +52,25 @@ def test_what_is_said(done: int, rate: float | None, text: str):
     assert describe("packing experts", done, 512 * MIB, rate) == text
 
 
-def test_a_terminal_sees_one_line_that_goes_away():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_terminal_sees_one_line_that_goes_away():
     terminal = Terminal()
     show = _progress_line(terminal)
     show("shared weights", 0, 0)
     show("packing experts", MIB, 4 * MIB)
     show("packing experts", 4 * MIB, 4 * MIB)
     assert terminal.getvalue().split("\r\x1b[K") == ["", "shared weights", "packing experts  25% of 4 MiB", ""]
+
+
+def test_an_error_takes_the_place_of_the_progress(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    _progress_line(terminal)("shared weights", 0, 0)
+    assert main(["dance"]) == 2
+    _, progress, error = terminal.getvalue().split("\r\x1b[K")
+    assert progress == "shared weights"
+    assert error.startswith("error: ") and error.count("\n") == 1
