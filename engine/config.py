@@ -19,7 +19,8 @@ DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "sparse", "sparse-
 #: A small model drafts: its directory or hub id follows.
 MODEL_DRAFT = "model:"
 POLICIES = ("lookahead", "lru", "lfu")
-PREFETCH_SOURCES = ("draft", "next-layer", "none")
+#: "auto" lets the governor choose between "draft" and "none", round by round.
+PREFETCH_SOURCES = ("auto", "draft", "next-layer", "none")
 #: What the compiled kernels can compute: attention, the target's linear layers (and norms), its experts, the draft's
 #: experts.
 KERNELS = ("attention", "linear", "experts", "draft")
@@ -154,7 +155,7 @@ class EngineConfig:
     dtype: str = "float32"
     draft: str = "self-int4"
     policy: str = "lookahead"
-    prefetch: str = "draft"
+    prefetch: str = "auto"
     cache: CacheBudget = CacheBudget(share=0.25)
     link: LinkConfig = LinkConfig()
     threads: int | None = None
@@ -272,8 +273,9 @@ KNOBS: dict[str, Knob] = {
              help="Tokens drafted before each verification; 0 decodes plainly, auto lets the governor choose."),
         Knob("k_max", "Governor's longest draft", "int", 8, 1, K_LIMIT, unit="tokens",
              help="The governor chooses k from 0 to this."),
-        Knob("prefetch", "Prefetch source", "choice", "draft", choices=PREFETCH_SOURCES,
-             help="Who says which experts to fetch ahead: the draft's routers, the next layer's router, or nobody."),
+        Knob("prefetch", "Prefetch source", "choice", "auto", choices=PREFETCH_SOURCES,
+             help="Who says which experts to fetch ahead: the draft's routers, the next layer's router, or nobody; "
+                  "auto lets the governor choose between the draft and nobody."),
         Knob("prefetch_depth", "Prefetch depth", "int", 64, 1, 64, unit="layers",
              help="How many layers ahead of the verification experts may be fetched."),
         Knob("policy", "Eviction policy", "choice", "lookahead", choices=POLICIES,

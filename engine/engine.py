@@ -12,7 +12,8 @@ import torch
 from engine import events
 from engine.calibration import measure_kv_bytes, measure_layer_seconds
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
-from engine.control.governor import Choice, Governor, Observation
+from engine.control.cycle import Memory, Observation
+from engine.control.governor import Choice, Governor
 from engine.control.presets import emulated_gbps, find_preset
 from engine.errors import Cancelled, EngineError, one_line
 from engine.events import Event
@@ -68,7 +69,7 @@ class Engine:
             link.set_rate(emulated_gbps(machine, table.shape.nbytes, layer_seconds), config.link.latency_us)
         guess = loaded.router_probe.guess if loaded.router_probe else None
         self.prefetcher = self.passes.prefetcher = Prefetcher(self.cache, table.layers, guess)
-        self.governor = Governor(K_LIMIT, table.experts, self.top_k)
+        self.governor = self.new_governor()
 
     @classmethod
     def load(
@@ -94,6 +95,10 @@ class Engine:
         """Experts that a token is routed to in each layer."""
         config = self.loaded.runner.config
         return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 1)
+
+    def new_governor(self) -> Governor:
+        """One that knows nothing yet."""
+        return Governor(K_LIMIT, self.loaded.source.table.experts, self.top_k)
 
     def knobs(self, options: GenerationConfig) -> KnobBlock:
         """The live knobs at the values that this engine was loaded with."""
@@ -163,6 +168,7 @@ class Engine:
 
     def step(self, run: Run) -> None:
         """One round: every unfinished sequence drafts, is verified, and emits at least one token."""
+        begin = run.recorder.decode_end
         choice = self._schedule(run)
         start = run.recorder.now()
         draft = self._draft(run, choice.k)
@@ -172,7 +178,7 @@ class Engine:
         verdict = self._accept(run, draft, logits)
         times = {"start": start, "draft_end": draft_end, "verify_start": draft_end, "verify_end": verify_end}
         rounds = self._commit(run, choice.k, draft, logits, verdict, times)
-        self._learn(run, draft, rounds)
+        self._learn(run, draft, rounds, begin)
 
     def _schedule(self, run: Run) -> Choice:
         """Apply the knobs that were moved, and let the governor choose k."""
@@ -184,13 +190,16 @@ class Engine:
         for update, old in run.knobs.take():
             self._apply(update.name, update.value)
             recorder.emit(events.KnobChange(recorder.now(), run.round, update.name, old, update.value, update.version))
+        knobs = run.knobs.values
         choice = self.governor.choose(
-            run.knobs.values["k"],
-            run.knobs.values["k_max"],
-            self.transfer_seconds,
-            self.prefetches(run),
+            knobs["k"],
+            knobs["k_max"],
+            knobs["prefetch"] if run.drafter.routes else "none",
+            self.slow_memory,
             run.drafter.drafts,
         )
+        if knobs["prefetch"] == "auto":
+            self.prefetcher.source = "draft" if choice.prefetch else "none"
         if run.draft_alarm is not None:
             choice = dataclasses.replace(choice, auto=True, reason=run.draft_alarm)
         recorder.emit(governor_choice(run, choice))
@@ -240,23 +249,25 @@ class Engine:
         run.batch.sequences = [s for s in run.batch.sequences if s.finish_reason is None]
         return rounds
 
-    def _learn(self, run: Run, draft: Draft, rounds: list[events.Round]) -> None:
-        """Report the cache, feed the governor, and place the round on the roofline."""
+    def _learn(self, run: Run, draft: Draft, rounds: list[events.Round], begin: int) -> None:
+        """Report the cache, feed the governor, and place the round, which took from `begin` on, on the roofline."""
         recorder, first = run.recorder, rounds[0]
         recorder.emit(cache_state(self, run))
+        wanted, misses = self.passes.experts_by_rows()
         observation = Observation(
             k=draft.k,
+            prefetch=self.prefetches(run) and draft.k > 0,
             draft_passes=self.passes.draft_passes,
             draft_seconds=(first.draft_end - first.start) / 1e9,
             verify_seconds=(first.verify_end - first.verify_start - first.stall_ns) / 1e9,
             stall_seconds=first.stall_ns / 1e9,
-            overhead_seconds=(first.t - first.verify_end) / 1e9,
-            seconds=(first.t - first.start) / 1e9,
+            seconds=(recorder.decode_end - begin) / 1e9,
             tokens=sum(len(r.tokens) for r in rounds),
             lengths=[(r.verified, r.accepted) for r in rounds],
-            misses=self.passes.misses_by_rows(),
+            wanted=wanted,
+            misses=misses,
         )
-        self.governor.observe(observation, self.transfer_seconds, self.prefetches(run))
+        self.governor.observe(observation, self.slow_memory)
         recorder.emit(roofline_point(run, observation, self.loaded.link.bytes_per_s))
         run.watch.observe(observation.lengths)
         if run.watch.hopeless and run.draft_alarm is None:
@@ -317,7 +328,8 @@ class Engine:
         elif name == "slots":
             self.cache.resize(min(value, self.loaded.source.table.experts))
         elif name == "prefetch":
-            self.prefetcher.source = value
+            if value != "auto":  # else each round's choice sets it
+                self.prefetcher.source = value
         elif name == "prefetch_depth":
             self.prefetcher.depth = value
         elif name == "link_gbps" and isinstance(link, EmulatedLink):
@@ -335,6 +347,10 @@ class Engine:
         return self.prefetcher.source == "draft" and run.drafter.routes
 
     @property
-    def transfer_seconds(self) -> float:
-        """What the link takes for one expert."""
-        return self.loaded.source.table.shape.nbytes / max(self.loaded.link.bytes_per_s, 1.0)
+    def slow_memory(self) -> Memory:
+        """What the link takes for one expert, and how many the cache holds."""
+        table = self.loaded.source.table
+        link = self.loaded.link
+        latency_us = link.latency_us if isinstance(link, EmulatedLink) else 0.0
+        transfer_seconds = table.shape.nbytes / max(link.bytes_per_s, 1.0) + latency_us / 1e6
+        return Memory(transfer_seconds, self.cache.slots_per_layer * table.layers)

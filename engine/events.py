@@ -225,7 +225,8 @@ class GovernorChoice(Event):
     """Why this draft length. The lists are indexed by k from 0 to k_max.
 
     `auto` is false when a person fixed k (the predictions are still made). `expected_tokens[k]` and
-    `predicted_seconds[k]` give `predicted_rate[k]`, in tokens/s.
+    `predicted_seconds[k]` give `predicted_rate[k]`, in tokens/s. `prefetch`: whether the draft's routes start
+    transfers in this round; the predictions are for all k with that.
     """
 
     kind: ClassVar[str] = "governor"
@@ -237,6 +238,7 @@ class GovernorChoice(Event):
     expected_tokens: list[float]
     predicted_seconds: list[float]
     predicted_rate: list[float]
+    prefetch: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,19 +71,22 @@ class PassObserver:
         """The target pass is done; what came after its last experts was the output head."""
         self._slice("head", -1, len(self._row_positions))
 
-    def misses_by_rows(self) -> list[int]:
-        """For r = 1, 2, …: distinct experts of the first r rows that were not resident when the round began."""
+    def experts_by_rows(self) -> tuple[list[int], list[int]]:
+        """For r = 1, 2, …: distinct experts of the first r rows, and those not resident when the round began."""
         rows = max(self._row_positions, default=-1) + 1
-        counts = [0] * rows
+        wanted, missing = [0] * rows, [0] * rows
         order = sorted(range(len(self._row_positions)), key=self._row_positions.__getitem__)
         for layer, index in self.routes.items():
-            missing: set[int] = set()
-            sizes = [0] * rows
+            seen: set[int] = set()
+            sizes = [(0, 0)] * rows
             for row in order:
-                missing.update(e for e in index[row] if e not in self._resident[layer])
-                sizes[self._row_positions[row]] = len(missing)  # a position's last row has them all
-            counts = [count + size for count, size in zip(counts, sizes, strict=True)]
-        return counts
+                seen.update(index[row])
+                # A position's last row has them all.
+                sizes[self._row_positions[row]] = len(seen), len(seen - self._resident[layer])
+            for r, (all_of_them, absent) in enumerate(sizes):
+                wanted[r] += all_of_them
+                missing[r] += absent
+        return wanted, missing
 
     def accepted(self, lengths: list[int]) -> None:
         """Of each sequence's rows the first `lengths[b]` stand; the cache forgets what the others asked for."""

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import events
 from engine.config import KERNELS
-from engine.control.governor import Choice, Observation
+from engine.control.cycle import Observation
+from engine.control.governor import Choice
 from engine.control.presets import find_preset
 from engine.kernels.native import Absent, native
 from engine.offload.emulated import EmulatedLink
@@ -74,6 +75,7 @@ def governor_choice(run: Run, choice: Choice) -> events.GovernorChoice:
         expected_tokens=choice.expected_tokens,
         predicted_seconds=choice.seconds,
         predicted_rate=choice.rate,
+        prefetch=choice.prefetch,
     )
 
 

@@ -171,8 +171,10 @@ class Control:
         self._latest: Json | None = None
 
     def choice(self, event: Json) -> None:
-        self._choices.append({key: event[key] for key in self.CHOICE})
-        self._latest = {key: event[key] for key in self.CHOICE + self.CURVES}
+        # Runs recorded before the governor chose it do not tell whether there was prefetching.
+        chosen = {key: event[key] for key in self.CHOICE} | {"prefetch": event.get("prefetch", False)}
+        self._choices.append(chosen)
+        self._latest = chosen | {key: event[key] for key in self.CURVES}
 
     def knob(self, event: Json) -> None:
         self._knobs.append({key: event[key] for key in self.KNOB})

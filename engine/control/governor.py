@@ -1,47 +1,29 @@
-"""Which draft length next: the k that promises most tokens a second, from measured costs (MoE-SpeQ, section 3.2)."""
+"""Which draft length next, and whether to prefetch: what promises most tokens a second (MoE-SpeQ, section 3.2)."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from engine.control.estimators import AcceptanceEstimator, Correction, CostEstimator, LoadEstimator
-from engine.control.roofline import CycleCosts, cycle_seconds, rate
+from engine.control.cycle import Arm, CycleModel, Memory, Observation
+from engine.control.estimators import AcceptanceEstimator
+from engine.control.probes import Probes
+from engine.control.roofline import rate
 
-# Another k must promise this much more before the governor moves: rounds are noisy.
-HYSTERESIS = 1.05
-# Rounds between two probes of another k; doubled after a probe that changes nothing.
-FIRST_PROBE_INTERVAL = 12
-LONGEST_PROBE_INTERVAL = 192
-# The rounds that calibrate: one draft of this length, then one without.
+# Another arm must promise this much more before the governor moves: rounds are noisy.
+HYSTERESIS = 1.03
+# The rounds that calibrate: two drafts of this length, with prefetch and without, then none.
 FIRST_K = 4
 
-
-@dataclass(frozen=True)
-class Observation:
-    """What one round cost and brought. Times in seconds; `misses[r-1]` as LoadEstimator.observe.
-
-    `verify_seconds` excludes waiting (`stall_seconds`); `seconds` is the whole round; `lengths` holds
-    (verified, accepted) of each sequence; `tokens` were emitted by all of them.
-    """
-
-    k: int
-    draft_passes: int
-    draft_seconds: float
-    verify_seconds: float
-    stall_seconds: float
-    overhead_seconds: float
-    seconds: float
-    tokens: int
-    lengths: list[tuple[int, int]]
-    misses: list[int]
+PLAIN = Arm(0, False)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A draft length with the predictions it rests on, indexed by k from 0."""
+    """A draft length, and whether to prefetch, with the predictions for it and for every other k, from 0."""
 
     k: int
+    prefetch: bool
     auto: bool
     probing: bool
     reason: str
@@ -51,7 +33,7 @@ class Choice:
 
 
 class Governor:
-    """Predicts Θ(k) for every k, corrects it by what was measured, and picks.
+    """Predicts Θ(k) for every k with prefetching and without, corrects it by what was measured, and picks.
 
     k = 0 is a candidate like any other, so a draft that does not pay is switched off; probes find out when
     that changes, at intervals that grow while they change nothing.
@@ -59,86 +41,68 @@ class Governor:
 
     def __init__(self, k_limit: int, experts: int, top_k: int) -> None:
         self.acceptance = AcceptanceEstimator(k_limit)
-        self.loads = LoadEstimator(k_limit + 1, experts, top_k)
-        self.costs = CostEstimator()
-        self._correction = Correction()
-        self._k = FIRST_K
-        self._calibration = deque([FIRST_K, 0])
-        self._since_probe = 0
-        self._interval = FIRST_PROBE_INTERVAL
-        self._probe_down = True
+        self.cycle = CycleModel(k_limit, experts, top_k)
+        self._favourite: Arm | None = None
+        self._calibration = deque([Arm(FIRST_K, True), Arm(FIRST_K, False), PLAIN])
+        self._probes = Probes()
 
-    def choose(
-        self, asked: int | str, k_max: int, transfer_seconds: float, prefetching: bool, can_draft: bool
-    ) -> Choice:
-        """The next round's draft length.
+    def choose(self, k: int | str, k_max: int, prefetch: str, memory: Memory, can_draft: bool) -> Choice:
+        """The next round's draft length and prefetching.
 
-        `asked` is a fixed k or "auto"; `transfer_seconds` is what the link takes for one expert.
+        `k` is a fixed one or "auto"; `prefetch` is "auto", "draft", or anything else for none by the draft.
         """
-        top = k_max if asked == "auto" else max(k_max, int(asked))
-        tokens = [self.acceptance.expected_tokens(k) for k in range(top + 1)]
-        seconds = [self._cycle(k, transfer_seconds, prefetching) for k in range(top + 1)]
-        rates = [rate(n, s) for n, s in zip(tokens, seconds, strict=True)]
-        k, probing, reason = self._pick(asked, k_max, rates, can_draft)
-        return Choice(k, asked == "auto", probing, reason, tokens, seconds, rates)
-
-    def observe(self, seen: Observation, transfer_seconds: float, prefetching: bool) -> None:
-        """Learn from a round."""
-        for verified, accepted in seen.lengths:
-            self.acceptance.observe(verified, accepted)
-        if seen.draft_passes:
-            self.costs.draft_pass.add(seen.draft_seconds / seen.draft_passes)
-        self.costs.verify.add(seen.k + 1, seen.verify_seconds)
-        self.costs.overhead.add(seen.overhead_seconds)
-        self.loads.observe(seen.misses)
-        predicted = self._predicted(seen.k, transfer_seconds, prefetching)
-        if predicted > 0:
-            self._correction.add(seen.k, seen.seconds / predicted)
-
-    def _predicted(self, k: int, transfer_seconds: float, prefetching: bool) -> float:
-        # Prefetching asks for one more draft pass, which learns the last token's routes.
-        passes = k + int(prefetching) if k else 0
-        return cycle_seconds(
-            CycleCosts(
-                draft=passes * self.costs.draft_pass.get(self.costs.verify(1)),
-                verify=self.costs.verify(k + 1),
-                transfer=self.loads.misses(k + 1) * transfer_seconds,
-                overhead=self.costs.overhead.get(0.0),
-                prefetching=prefetching and k > 0,
-            )
+        every_k = range(1 + (k_max if k == "auto" else max(k_max, int(k))))
+        tokens = self.acceptance.expected_tokens(every_k[-1])
+        sides = (False, True) if prefetch == "auto" else (prefetch == "draft",)
+        curves = {side: self.cycle.seconds(every_k, side, memory) for side in sides}
+        ks = range(k_max + 1) if k == "auto" else (int(k),)
+        arms = [Arm(n, side and n > 0) for side in sides for n in ks] if can_draft else [PLAIN]
+        seconds = {arm: curves[arm.prefetch or sides[0]][arm.k] for arm in arms}
+        rates = {arm: rate(tokens[arm.k], seconds[arm]) for arm in seconds}
+        arm, probing, reason = self._pick(list(seconds), rates, seconds)
+        if not can_draft:
+            reason = "no drafter: plain decoding"
+        elif k != "auto":
+            reason = f"k = {k} was set by hand" + (f"; {reason}" if len(seconds) > 1 else "")
+        curve = curves[arm.prefetch or sides[0]]
+        return Choice(
+            k=arm.k,
+            prefetch=arm.prefetch,
+            auto=k == "auto",
+            probing=probing,
+            reason=reason,
+            expected_tokens=tokens,
+            seconds=curve,
+            rate=[rate(n, s) for n, s in zip(tokens, curve, strict=True)],
         )
 
-    def _cycle(self, k: int, transfer_seconds: float, prefetching: bool) -> float:
-        """Predicted seconds, corrected by what was measured at this and at nearby k."""
-        return self._predicted(k, transfer_seconds, prefetching) * self._correction(k)
+    def observe(self, seen: Observation, memory: Memory) -> None:
+        """Learn from a round."""
+        self._probes.observe(seen.tokens, seen.seconds)
+        for verified, accepted in seen.lengths:
+            self.acceptance.observe(verified, accepted)
+        self.cycle.observe(seen, memory)
 
-    def _pick(self, asked: int | str, k_max: int, rates: list[float], can_draft: bool) -> tuple[int, bool, str]:
-        if not can_draft:
-            return 0, False, "no drafter: plain decoding"
-        if asked != "auto":
-            return int(asked), False, f"k = {asked} was set by hand"
-        if self._calibration:
-            k = min(self._calibration.popleft(), k_max)
-            return k, True, f"measuring a round with k = {k} first"
-        self._k = min(self._k, k_max)
-        best = max(range(k_max + 1), key=lambda k: rates[k])
-        if best != self._k and rates[best] > HYSTERESIS * rates[self._k]:
-            gain = rates[best] / rates[self._k] - 1 if rates[self._k] > 0 else 0.0
-            reason = f"k = {best} promises {rates[best]:.3g} tokens/s, {gain:.0%} more than k = {self._k}"
-            self._k, self._interval, self._since_probe = best, FIRST_PROBE_INTERVAL, 0
-            return best, False, reason
-        self._since_probe += 1
-        if self._since_probe >= self._interval:
-            return self._probe(k_max)
-        return self._k, False, f"k = {self._k} still promises most: {rates[self._k]:.3g} tokens/s"
+    def _pick(self, arms: list[Arm], rates: dict[Arm, float], seconds: dict[Arm, float]) -> tuple[Arm, bool, str]:
+        """The arm, whether it is a probe, and why."""
+        if len(arms) == 1:
+            return arms[0], False, f"nothing but {arms[0]} to choose from"
+        while self._calibration:
+            arm = self._calibration.popleft()
+            if arm in arms:
+                return arm, True, f"measuring a round with {arm} first"
+        best = max(arms, key=lambda arm: rates[arm])
+        if self._favourite not in rates or rates[best] > HYSTERESIS * rates[self._favourite]:
+            return best, False, self._move(best, rates)
+        probe = self._probes.next(self._favourite, rates, seconds, self.cycle.familiarity)
+        if probe is not None:
+            return probe, True, f"probing {probe} to see whether {self._favourite} is still right"
+        return self._favourite, False, f"{self._favourite} still promises most: {rates[self._favourite]:.3g} tokens/s"
 
-    def _probe(self, k_max: int) -> tuple[int, bool, str]:
-        self._since_probe = 0
-        self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
-        self._probe_down = not self._probe_down
-        step = -1 if self._probe_down else 1
-        k = self._k + step
-        if not 0 <= k <= k_max:
-            k = self._k - step
-        k = min(max(k, 0), k_max)
-        return k, True, f"probing k = {k} to see whether k = {self._k} is still right"
+    def _move(self, best: Arm, rates: dict[Arm, float]) -> str:
+        old, self._favourite = self._favourite, best
+        self._probes.restart()
+        said = f"{best} promises {rates[best]:.3g} tokens/s"
+        if old is None or rates.get(old, 0.0) <= 0:
+            return said
+        return f"{said}, {rates[best] / rates[old] - 1:.0%} more than {old}"

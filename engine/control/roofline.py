@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class CycleCosts:
+class CycleCosts(NamedTuple):
     """What one round of draft length k costs, in seconds, before overlap.
 
-    `draft`: k draft passes; `verify`: the pass over k+1 rows; `transfer`: moving what is missing;
-    `overhead`: everything else; `prefetching`: whether transfers may start while the draft runs.
+    `draft`: the draft's passes; `verify`: the pass over k+1 rows; `transfer`: moving what is missing; `early`: the
+    part of that which may start while the draft runs (0 without prefetching); `overhead`: everything else.
     """
 
     draft: float
     verify: float
     transfer: float
+    early: float
     overhead: float
-    prefetching: bool
 
 
 def cycle_seconds(costs: CycleCosts) -> float:
-    """T_cycle(k): what does not fit under the draft is fetched during verification.
+    """T_cycle(k): early transfers hide under draft and verification, the others are waited for.
 
-    The paper's equation 3 adds T_pcie,new without overlap. Here prefetched transfers hide under the draft, and
-    the rest hides under verification only as far as it is still on its way (demand loads are waited for).
+    The paper's equation 3 adds T_pcie,new without overlap, and knows no limit to what can be fetched early.
     """
-    hidden_by_draft = min(costs.transfer, costs.draft) if costs.prefetching else 0.0
-    rest = costs.transfer - hidden_by_draft
-    verify = max(costs.verify, rest) if costs.prefetching else costs.verify + rest
-    return costs.draft + verify + costs.overhead
+    compute = costs.draft + costs.verify
+    return max(compute, costs.early) + costs.transfer - costs.early + costs.overhead
 
 
 def rate(expected_tokens: float, seconds: float) -> float:

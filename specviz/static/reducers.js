@@ -184,8 +184,10 @@ export class Control {
   #latest = null;
 
   choice(event) {
-    push(this.#choices, pick(event, CHOICE), SERIES_LIMIT);
-    this.#latest = pick(event, [...CHOICE, ...CURVES]);
+    // Runs recorded before the governor chose it do not tell whether there was prefetching.
+    const chosen = { ...pick(event, CHOICE), prefetch: event.prefetch ?? false };
+    push(this.#choices, chosen, SERIES_LIMIT);
+    this.#latest = { ...chosen, ...pick(event, CURVES) };
   }
 
   knob(event) {

@@ -14,8 +14,8 @@ export function createGovernor({ state, plotter }) {
     title: "Governor",
     question: "Why this draft length?",
     table: () => ({
-      head: ["round", "k", "who", "reason"],
-      rows: (state.figures?.governor.series ?? []).map((c) => [c.round, c.k, who(c), c.reason]),
+      head: ["round", "k", "prefetch", "who", "reason"],
+      rows: (state.figures?.governor.series ?? []).map((c) => [c.round, c.k, c.prefetch ? "yes" : "no", who(c), c.reason]),
     }),
   });
   const plot = new Plot({
@@ -50,7 +50,7 @@ const who = (choice) => (choice.probing ? "a probe" : choice.auto ? "the governo
 /** The latest changes of k or of a knob, newest first; rounds that only repeat a choice say nothing new. */
 function recent(series, knobs) {
   const notes = series
-    .filter((choice, i) => i === 0 || choice.k !== series[i - 1].k || choice.auto !== series[i - 1].auto)
+    .filter((choice, i) => i === 0 || ["k", "prefetch", "auto"].some((key) => choice[key] !== series[i - 1][key]))
     .map((choice) => [choice.round, words(choice), choice.auto ? "auto" : "hand"]);
   const moved = knobs.map((knob) => [knob.round, `${knob.name}: ${value(knob.old)} → ${value(knob.new)}`, "knob"]);
   return [...notes.slice(-REASONS), ...moved.slice(-REASONS)].sort((a, b) => b[0] - a[0]).slice(0, REASONS);

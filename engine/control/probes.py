@@ -1,0 +1,79 @@
+"""When to try something else than what promises most, and what: predictions of what was never tried may be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from engine.control.cycle import Arm
+
+# Rounds between two probes; doubled after a probe that brings nothing new.
+FIRST_INTERVAL, LONGEST_INTERVAL = 4, 48
+#: Probes may cost this share of all time, and in advance what a few rounds take.
+COST_SHARE, ADVANCE_ROUNDS = 0.015, 2.0
+#: An arm that was never measured may be this much better than predicted; one measured n times, sqrt(1 + n) times less.
+OPTIMISM = 0.3
+#: A probe that is this much better than predicted is followed by others soon.
+SURPRISE = 1.5
+
+
+class Probes:
+    """Picks the arm that might be best after all, seldom enough that looking costs next to nothing.
+
+    Plain decoding, drafting, and drafting with prefetch take turns: arms of one kind share what is known of them,
+    so that a wrong idea of one kind is found out only by trying that kind. The cost of a probe is what it takes
+    longer than the favourite would have taken for the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self._since, self._interval = 0, FIRST_INTERVAL
+        self._elapsed = self._spent = 0.0
+        self._turns: list[tuple[bool, bool]] = []  # kinds, the one that waited longest first
+        self._under_way: tuple[float, float] | None = None  # the rates that probe and favourite promised
+
+    def restart(self) -> None:
+        """There is a new favourite: its rivals deserve another look soon."""
+        self._since, self._interval = 0, FIRST_INTERVAL
+
+    def next(
+        self,
+        favourite: Arm,
+        rates: Mapping[Arm, float],
+        seconds: Mapping[Arm, float],
+        familiarity: Callable[[Arm], float],
+    ) -> Arm | None:
+        """The arm to probe in the coming round, if it is time for one and it can be paid."""
+        self._since += 1
+        if self._since < self._interval or rates[favourite] <= 0:
+            return None
+        hopeful: dict[tuple[bool, bool], tuple[float, Arm]] = {}
+        for arm, promised in rates.items():
+            if arm != favourite:
+                hope = promised * (1 + OPTIMISM / math.sqrt(1 + familiarity(arm)))
+                hopeful[_kind(arm)] = max(hopeful.get(_kind(arm), (0.0, arm)), (hope, arm))
+        self._turns += [kind for kind in hopeful if kind not in self._turns]
+        allowed = COST_SHARE * self._elapsed + ADVANCE_ROUNDS * seconds[favourite] - self._spent
+        for kind in self._turns:
+            if kind in hopeful:
+                arm = hopeful[kind][1]
+                if seconds[arm] * (1 - rates[arm] / rates[favourite]) <= allowed:
+                    self._turns.remove(kind)
+                    self._since, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL)
+                    self._under_way = (rates[arm], rates[favourite])
+                    return arm
+        return None
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        """What the round took, and the tokens that it brought."""
+        self._elapsed += seconds
+        if self._under_way is None:
+            return
+        promised, favourite = self._under_way
+        self._under_way = None
+        self._spent += max(seconds - tokens / favourite, 0.0)
+        if tokens > SURPRISE * promised * seconds:
+            self.restart()
+
+
+def _kind(arm: Arm) -> tuple[bool, bool]:
+    return arm.k > 0, arm.prefetch
