@@ -104,16 +104,18 @@ def _add_bench(commands: Any) -> None:
     )
     bench = commands.add_parser("bench", help="compare contenders", description=about, formatter_class=_Formatter)
     _add_engine_options(bench)
-    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations"), required=True,
+    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations", "governor"), required=True,
                        help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
                             "kernels against torch and the machine's read bandwidth (needs no model); policies: "
                             "prefetching against its rivals, with half of the experts' bytes; ablations: what each "
-                            "decision is worth")  # fmt: skip
+                            "decision is worth; governor: auto against all fixed k and prefetch, on the embedded "
+                            "model and --model")  # fmt: skip
     bench.add_argument("--tables", choices=("memory", "kernels", "both"), default="both",
                        help="of decode: offloaded at equal memory; all resident, kernels on and off")  # fmt: skip
+    bench.add_argument("--workloads", default="", metavar="TEXT", help="of governor: those with TEXT in their name")
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
-                       help="runs of each contender, in turn (default: decode 2, kernels 5, else 1)")  # fmt: skip
+                       help="runs of each contender, in turn (default: decode, governor 2, kernels 5, else 1)")  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
     bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))
@@ -164,7 +166,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default=str(EMBEDDED_MODEL), metavar="PATH_OR_ID", help="a directory or a hub id")
     add("--draft", type=parse_draft, default="self-int4", metavar="DRAFT", help=DRAFT_HELP)
     add("--policy", choices=POLICIES, default="lookahead", help="which expert is evicted")
-    add("--prefetch", choices=PREFETCH_SOURCES, default="draft", help="who says what to fetch ahead")
+    add("--prefetch", choices=PREFETCH_SOURCES, default="auto", help="who says what to fetch ahead")
     add("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots a layer")
     add("--link", type=LinkConfig.parse, default="disk", metavar="LINK",
         help="disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")  # fmt: skip
@@ -275,6 +277,11 @@ def _bench(options: argparse.Namespace) -> int:
 
         report = ablations_suite(config, options.max_new_tokens, options.repeats or 1, say)
         text = format_ablations(report)
+    elif options.suite == "governor":
+        from engine.bench.governor import format_governor, governor_suite
+
+        report = governor_suite(config, options.max_new_tokens, options.repeats or 2, say, options.workloads)
+        text = format_governor(report)
     else:
         from engine.bench.decode import TABLES, decode_suite, format_decode
 
