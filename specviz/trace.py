@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -80,6 +81,9 @@ def _check(event: Any, previous: int, where: str) -> None:
         raise UsageError(
             f"{where}: recorded with schema version {event.get('schema')}, this program reads {SCHEMA_VERSION}"
         )
+    for field in dataclasses.fields(EVENTS[event["kind"]]):
+        if field.default is not dataclasses.MISSING:  # told since later than the recording, perhaps
+            event.setdefault(field.name, field.default)
     missing = EVENTS[event["kind"]].__dataclass_fields__.keys() - event.keys()
     if missing:
         raise UsageError(f"{where}: {event['kind']} lacks {', '.join(sorted(missing))}")

@@ -52,7 +52,7 @@ def test_broken_recordings_are_refused_with_the_line(tmp_path):
         ([good[0], "[]"], "line 2: unknown event kind None"),
         ([good[0], good[2], good[1]], "line 3: sequence numbers must rise"),
         ([good[0], change(good[1], seq="2")], "line 2: sequence numbers must rise"),
-        ([good[0], '{"seq":2,"kind":"phase","t":0}'], "line 2: phase lacks detail, phase"),
+        ([good[0], '{"seq":2,"kind":"phase","t":0}'], "line 2: phase lacks phase"),
         (good[1:], "holds no run_start"),
         ([], "holds no run_start"),
     ]
@@ -131,3 +131,10 @@ def test_summary_states_the_end_and_what_is_missing(lines):
     assert told["lost_events"] == 0 == lost_events(events)
     without = [event for event in events if event["kind"] != "compute"]
     assert summary(without)["lost_events"] == len(events) - len(without)
+
+
+def test_what_a_recording_is_too_old_to_tell_is_read_as_its_default(tmp_path):
+    path = tmp_path / "old.ndjson"
+    path.write_text((GOLDEN / "hand.ndjson").read_text(encoding="utf-8").replace(',"prefetch":false', ""))
+    assert '"prefetch":false' not in path.read_text()
+    assert load_events(path) == [json.loads(line) for line in (GOLDEN / "hand.ndjson").open(encoding="utf-8")]
