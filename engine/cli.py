@@ -115,7 +115,7 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--workloads", default="", metavar="TEXT", help="of governor: those with TEXT in their name")
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
-                       help="runs of each contender, in turn (default: decode, governor 2, kernels 5, else 1)")  # fmt: skip
+                       help="runs of each contender, in turn (default: 1 to 5, by suite)")  # fmt: skip
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench.add_argument("--debug", action="store_true", help="show the traceback of an error")
     bench.set_defaults(command=_bench, link=LinkConfig.parse(BENCH_LINK))

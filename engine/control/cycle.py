@@ -155,6 +155,7 @@ class CycleModel:
         self._costs = {False: ComputeCosts(), True: ComputeCosts()}
         self._corrections = {False: Correction(k_limit), True: Correction(k_limit)}
         self._overhead = RunningLine()
+        self._hiding = Ema()  # the share of compute under which prefetched transfers proceed
         self._pace = Pace()
 
     def seconds(self, ks: Sequence[int], prefetch: bool, memory: Memory) -> list[float]:
@@ -178,9 +179,21 @@ class CycleModel:
         costs.verify.add(seen.k + 1, seen.verify_seconds * usual)
         self._overhead.add(seen.k + 1, seen.overhead_seconds * usual)
         self.loads.observe(seen.wanted, seen.misses)
+        if arm.prefetch:
+            self._learn_hiding(seen, memory)
         (predicted,) = self._raw([arm.k], arm.prefetch, memory)
         if predicted > 0:
             self._corrections[arm.prefetch].add(arm.k, seen.seconds / predicted)
+
+    def _learn_hiding(self, seen: Observation, memory: Memory) -> None:
+        """What was not waited for of a round's transfers went on under compute."""
+        if seen.compute_seconds <= 0:
+            return
+        hidden = seen.misses[-1] * memory.transfer_seconds - seen.stall_seconds
+        share = min(max(hidden / seen.compute_seconds, 0.0), 1.0)
+        # Where there was hardly anything to hide, more might have been.
+        early = self.loads.prefetchable(seen.k, memory.slots) * memory.transfer_seconds
+        self._hiding.add(share if hidden < 0.9 * early else max(share, self._hiding.get(1.0)))
 
     def _compute(self, k: int, prefetch: bool) -> tuple[float, float]:
         """(draft, verify) seconds at the usual speed."""
@@ -189,21 +202,22 @@ class CycleModel:
         if k == 0:
             return 0.0, verify
         a_pass = own.draft_pass.get(other.draft_pass.get(other.verify(1) or own.verify(1)))
-        # Prefetching asks for one more draft pass, which learns the last token's routes.
-        return (k + prefetch) * a_pass, verify
+        return k * a_pass, verify
 
     def _raw(self, ks: Sequence[int], prefetch: bool, memory: Memory) -> list[float]:
         """Before the correction."""
         slower, made = self._pace.slower, []
         for k in ks:
             draft, verify = self._compute(k, prefetch)
-            early = self.loads.prefetchable(k + 1, memory.slots) if prefetch and k else 0.0
+            # The draft routes all rows of the chunk but the last.
+            early = self.loads.prefetchable(k, memory.slots) if prefetch and k else 0.0
             costs = CycleCosts(
                 draft=draft * slower,
                 verify=verify * slower,
                 transfer=self.loads.missing(k + 1) * memory.transfer_seconds,
                 early=early * memory.transfer_seconds,
                 overhead=self._overhead(k + 1) * slower,
+                hiding=self._hiding.get(1.0),
             )
             made.append(cycle_seconds(costs))
         return made

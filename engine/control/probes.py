@@ -13,6 +13,8 @@ FIRST_INTERVAL, LONGEST_INTERVAL = 4, 48
 COST_SHARE, ADVANCE_ROUNDS = 0.015, 2.0
 #: An arm that was never measured may be this much better than predicted; one measured n times, sqrt(1 + n) times less.
 OPTIMISM = 0.3
+#: How much longer or shorter another draft of the favourite's kind is.
+STEP = 1.5
 #: A probe that is this much better than predicted is followed by others soon.
 SURPRISE = 1.5
 
@@ -21,14 +23,15 @@ class Probes:
     """Picks the arm that might be best after all, seldom enough that looking costs next to nothing.
 
     Plain decoding, drafting, and drafting with prefetch take turns: arms of one kind share what is known of them,
-    so that a wrong idea of one kind is found out only by trying that kind. The cost of a probe is what it takes
-    longer than the favourite would have taken for the same tokens.
+    so that a wrong idea of one kind is found out only by trying that kind. Of the favourite's own kind, a clearly
+    longer and a clearly shorter draft have a turn each. The cost of a probe is what it takes longer than the
+    favourite would have taken for the same tokens.
     """
 
     def __init__(self) -> None:
         self._since, self._interval = 0, FIRST_INTERVAL
         self._elapsed = self._spent = 0.0
-        self._turns: list[tuple[bool, bool]] = []  # kinds, the one that waited longest first
+        self._turns: list[str] = []  # kinds, the one that waited longest first
         self._under_way: tuple[float, float] | None = None  # the rates that probe and favourite promised
 
     def restart(self) -> None:
@@ -46,21 +49,16 @@ class Probes:
         self._since += 1
         if self._since < self._interval or rates[favourite] <= 0:
             return None
-        hopeful: dict[tuple[bool, bool], tuple[float, Arm]] = {}
-        for arm, promised in rates.items():
-            if arm != favourite:
-                hope = promised * (1 + OPTIMISM / math.sqrt(1 + familiarity(arm)))
-                hopeful[_kind(arm)] = max(hopeful.get(_kind(arm), (0.0, arm)), (hope, arm))
-        self._turns += [kind for kind in hopeful if kind not in self._turns]
+        rivals = _rivals(favourite, rates, familiarity)
+        self._turns += [kind for kind in rivals if kind not in self._turns]
         allowed = COST_SHARE * self._elapsed + ADVANCE_ROUNDS * seconds[favourite] - self._spent
         for kind in self._turns:
-            if kind in hopeful:
-                arm = hopeful[kind][1]
-                if seconds[arm] * (1 - rates[arm] / rates[favourite]) <= allowed:
-                    self._turns.remove(kind)
-                    self._since, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL)
-                    self._under_way = (rates[arm], rates[favourite])
-                    return arm
+            arm = rivals.get(kind)
+            if arm is not None and seconds[arm] * (1 - rates[arm] / rates[favourite]) <= allowed:
+                self._turns.remove(kind)
+                self._since, self._interval = 0, min(2 * self._interval, LONGEST_INTERVAL)
+                self._under_way = (rates[arm], rates[favourite])
+                return arm
         return None
 
     def observe(self, tokens: float, seconds: float) -> None:
@@ -75,5 +73,21 @@ class Probes:
             self.restart()
 
 
-def _kind(arm: Arm) -> tuple[bool, bool]:
-    return arm.k > 0, arm.prefetch
+def _rivals(favourite: Arm, rates: Mapping[Arm, float], familiarity: Callable[[Arm], float]) -> dict[str, Arm]:
+    """The arm to try of each kind."""
+
+    def hope(arm: Arm) -> float:
+        return rates[arm] * (1 + OPTIMISM / math.sqrt(1 + familiarity(arm)))
+
+    kinds: dict[str, list[Arm]] = {}
+    for arm in rates:
+        kinds.setdefault("plain" if not arm.k else "prefetch" if arm.prefetch else "draft", []).append(arm)
+    rivals = {kind: max(arms, key=hope) for kind, arms in kinds.items() if favourite not in arms}
+    own = next(arms for arms in kinds.values() if favourite in arms)
+    longer = [arm for arm in own if arm.k >= STEP * favourite.k]
+    shorter = [arm for arm in own if arm.k <= favourite.k / STEP]
+    if favourite.k and longer:
+        rivals["longer"] = min(longer)
+    if favourite.k and shorter:
+        rivals["shorter"] = max(shorter)
+    return rivals

@@ -10,6 +10,7 @@ class CycleCosts(NamedTuple):
 
     `draft`: the draft's passes; `verify`: the pass over k+1 rows; `transfer`: moving what is missing; `early`: the
     part of that which may start while the draft runs (0 without prefetching); `overhead`: everything else.
+    `hiding`: the share of compute under which early transfers really proceed.
     """
 
     draft: float
@@ -17,6 +18,7 @@ class CycleCosts(NamedTuple):
     transfer: float
     early: float
     overhead: float
+    hiding: float = 1.0
 
 
 def cycle_seconds(costs: CycleCosts) -> float:
@@ -25,7 +27,8 @@ def cycle_seconds(costs: CycleCosts) -> float:
     The paper's equation 3 adds T_pcie,new without overlap, and knows no limit to what can be fetched early.
     """
     compute = costs.draft + costs.verify
-    return max(compute, costs.early) + costs.transfer - costs.early + costs.overhead
+    waited = max(costs.early - costs.hiding * compute, 0.0) + costs.transfer - costs.early
+    return compute + waited + costs.overhead
 
 
 def rate(expected_tokens: float, seconds: float) -> float:

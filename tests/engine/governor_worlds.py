@@ -53,12 +53,12 @@ class World:
     def costs(self, arm: Arm) -> tuple[float, float, float]:
         """(draft, verify, stall)."""
         slower = self.speed * (1 + self.contention * arm.prefetch)
-        draft = (arm.k + arm.prefetch) * self.draft * slower
+        draft = arm.k * self.draft * slower
         verify = (self.verify + self.row * (arm.k + 1)) * slower
         missing = self.missing(arm.k + 1)
         early = 0.0
-        if arm.prefetch:
-            early = min(missing, self.slots * LAYERS - (self.wanted(arm.k + 1) - missing))
+        if arm.prefetch:  # the last row's routes come with the verification
+            early = min(self.missing(arm.k), self.slots * LAYERS - (self.wanted(arm.k) - self.missing(arm.k)))
         hidden = self.hidden * (draft + verify)
         stall = max(early * (1 + self.waste) * self.transfer - hidden, 0.0) + (missing - early) * self.transfer
         return draft, verify, stall
@@ -96,7 +96,7 @@ class World:
         return Observation(
             k=arm.k,
             prefetch=arm.prefetch,
-            draft_passes=arm.k + arm.prefetch,
+            draft_passes=arm.k,
             draft_seconds=draft,
             verify_seconds=verify,
             stall_seconds=stall,

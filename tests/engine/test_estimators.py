@@ -196,8 +196,9 @@ def test_cycles_are_predicted_from_what_few_rounds_cost():
         )
     for k, predicted in zip(range(17), model.seconds(range(17), False, memory), strict=True):
         assert predicted == pytest.approx(seconds(k), rel=0.02)
-    # Never tried: one more pass, and transfers hide under draft and verification, which take longer.
-    assert model.seconds([4], True, memory) == [pytest.approx(2 * 5 + 5 + 5 + 1, rel=0.02)]
+    # Never tried: transfers hide under draft and verification, which take longer; but for the last row's, which
+    # the draft does not foresee.
+    assert model.seconds([4], True, memory) == [pytest.approx(2 * 4 + 5 + 5 + 0.5 * 4 + 1, rel=0.02)]
     assert model.seconds([0], True, memory) == model.seconds([0], False, memory)
     # A link half as fast takes twice as long, at once.
     slow = Memory(transfer_seconds=1.0, slots=10**6)
