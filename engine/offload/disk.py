@@ -75,8 +75,13 @@ class RateMeter:
         with self._lock:
             now = time.perf_counter_ns()
             self._running -= 1
-            self._busy_ns += now - self._since_ns
-            self._since_ns = now
+            busy_ns, self._since_ns = now - self._since_ns, now
+        self.add(nbytes, busy_ns)
+
+    def add(self, nbytes: int, busy_ns: int) -> None:
+        """`nbytes` took `busy_ns` in which nothing else was counted."""
+        with self._lock:
+            self._busy_ns += busy_ns
             self._bytes += nbytes
             if self._bytes >= self.WINDOW and self._busy_ns:
                 sample = self._bytes * 1e9 / self._busy_ns

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from engine.errors import Cancelled, CheckpointError, TransferError, one_line
+from engine.offload.streams import Fence
 from engine.offload.transfer import CANCELLED, DONE, ENDED, FAILED, QUEUED, RUNNING, Chunk, Transfer
 from engine.offload.worker import Source, Worker
 
@@ -112,6 +113,7 @@ class Link(ABC):
                 on_done=on_done,
                 urgent=cause == "demand",
                 latency_ns=self._latency_ns(),
+                fence=self._fence(),
             )
             self._active[transfer.id] = transfer
             heapq.heappush(self._queue, (transfer.order, transfer))
@@ -121,6 +123,10 @@ class Link(ABC):
     def _latency_ns(self) -> int:
         """What a transfer waits for before its first byte."""
         return 0
+
+    def _fence(self) -> Fence | None:
+        """What the device must have computed before the destination is written to; None if nothing."""
+        return None
 
     def promote(self, transfer: Transfer) -> None:
         """Serve a prefetch like a demand from now on; its `cause` stays."""

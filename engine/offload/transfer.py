@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.offload.streams import Fence
+
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 ENDED = (DONE, FAILED, CANCELLED)
 
@@ -47,6 +49,8 @@ class Transfer:
     ending: str = ""
     #: Latency that an emulated link has still to wait for before the first byte.
     latency_ns: int = 0
+    #: What the device was asked to compute before, which may still read the destination.
+    fence: Fence | None = None
     #: Set after `on_done` has returned.
     finished: bool = False
 
