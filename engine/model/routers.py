@@ -33,7 +33,7 @@ class RouterProbe:
         width = skeleton.table.shape.hidden
         if width != skeleton.model.config.get_text_config().hidden_size:
             return None  # experts live in a space of their own, whose states say nothing to a router
-        hidden = torch.zeros(1, width, dtype=skeleton.model.dtype)
+        hidden = torch.zeros(1, width, dtype=skeleton.model.dtype, device=skeleton.model.device)
         for name, child in block.named_children():
             if name in ("gate", "router"):
                 try:

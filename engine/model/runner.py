@@ -35,6 +35,7 @@ class ModelRunner:
         self.model = model
         self.model.set_attn_implementation(NATIVE_ATTENTION if native_attention else ATTENTION)
         self.config = model.config.get_text_config()
+        self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self._experts: Experts | None = None
         self._valid: torch.Tensor | None = None
         for layer, module in enumerate(experts_modules):
@@ -60,18 +61,20 @@ class ModelRunner:
         Only the first `rows[b]` rows of sequence b are real; padding rows reach no expert.
         `experts` may be None for a model that was given no experts modules.
         `keep` limits the logits to the last so many rows (0 keeps all). Returns float32 logits (batch, kept, vocab).
+        What goes in and what comes out lies in main memory, whatever device computes: tokens are chosen there.
         """
         width = ids.shape[1]
         positions = starts[:, None] + torch.arange(width)
         full = bool((rows == width).all())
-        self._valid = None if full else (torch.arange(width) < rows[:, None]).flatten()
+        self._valid = None if full else (torch.arange(width) < rows[:, None]).flatten().to(self.device)
         self._experts = experts
         cache.begin(slots, starts)
         try:
+            ids, positions = ids.to(self.device), positions.to(self.device)
             output = self.model(input_ids=ids, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=keep)
         finally:
             self._experts, self._valid = None, None
-        return output.logits.float()
+        return output.logits.float().cpu()
 
     def _backend(self, layer: int):
         def run(module: ExpertsModule, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor):

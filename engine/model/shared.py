@@ -48,6 +48,7 @@ def fill_shared(
     checkpoint: Checkpoint,
     shared: dict[str, str],
     dtype: torch.dtype,
+    device: torch.device,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> int:
@@ -62,9 +63,19 @@ def fill_shared(
         keep = kept_as(targets[name])
         # A copy: what safetensors hands out is a view of the mapped file, and a shard that is cut off or replaced
         # while the engine runs would kill the process at the next look.
-        set_module_tensor_to_device(model, targets[name], "cpu", value=tensor.to(keep, copy=True), dtype=keep)
+        value = tensor.to(device, keep, copy=True)
+        set_module_tensor_to_device(model, targets[name], device, value=value, dtype=keep)
         done += stored[name]
         progress(done, total)
     model.tie_weights()
+    if device.type != "cpu":
+        _move_buffers(model, device)
     kept = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if not p.is_meta}
     return sum(kept.values())
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """What a model computes when it is built (rotary frequencies), and no checkpoint holds."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -15,6 +15,7 @@ from engine.errors import ModelError
 from engine.model import mxfp4
 from engine.model.architecture import build_architecture
 from engine.model.checkpoint import Checkpoint
+from engine.model.device import CPU
 from engine.model.layout import ExpertTable
 from engine.model.locate import Stored, locate_experts, matrices
 from engine.model.shared import check_shared, fill_shared, kept_dtypes
@@ -39,8 +40,11 @@ def load_skeleton(
     progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
     accept: Callable[[ExpertTable], None] = lambda table: None,
+    device: torch.device = CPU,
 ) -> Skeleton:
-    """Build the architecture and read every weight but the routed experts' matrices; `progress(done, total bytes)`.
+    """Build the architecture on `device` and read every weight but the routed experts' matrices.
+
+    `progress(done, total bytes)` hears how far it is.
 
     Raises ModelError when the model is no MoE or its experts' layout is unknown, CheckpointError when weights are
     missing, and what `accept` raises of where the experts lie: all before anything large is read. Cancelled when
@@ -50,7 +54,7 @@ def load_skeleton(
     table = locate_experts(model, modules, experts)
     accept(table)
     check_shared(model, checkpoint, shared, matrices(modules))
-    shared_bytes = fill_shared(model, checkpoint, shared, dtype, progress, cancelled)
+    shared_bytes = fill_shared(model, checkpoint, shared, dtype, device, progress, cancelled)
     return Skeleton(model, list(modules.values()), table, shared_bytes)
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.errors import BudgetError
+from engine.model.device import CPU
 from engine.model.layout import ExpertTable
 from engine.offload.links import Link
 from engine.offload.policies import Plan, create_policy
@@ -24,7 +25,7 @@ TIMEOUT_S = 30.0
 
 
 class ExpertCache:
-    """Holds up to `slots_per_layer` experts a layer, and `extra` more, in `dtype`, and loads others over `link`.
+    """Holds up to `slots_per_layer` experts a layer and `extra` more on `device`, and loads others over `link`.
 
     One thread streams; any may prefetch, resize or look. `policy` is a name of `create_policy`; one that looks ahead
     shares some slots between the layers (`Shelves`), so that a layer may hold a few experts more and others fewer.
@@ -42,6 +43,7 @@ class ExpertCache:
         observer: CacheObserver | None = None,
         timeout_s: float = TIMEOUT_S,
         extra: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self.table = table
         self.link = link
@@ -51,7 +53,7 @@ class ExpertCache:
         self._capacity = self._checked(slots_per_layer)
         self._extra = extra
         self._slot_nbytes = slot_nbytes(table.shape, dtype)
-        self._shelves = Shelves(table.shape, dtype, table.layers)
+        self._shelves = Shelves(table.shape, dtype, table.layers, device)
         self._policy = create_policy(policy)
         self._plan: Plan | None = None
         self._stream: ExpertStream | None = None
@@ -67,6 +69,7 @@ class ExpertCache:
         experts: Sequence[int],
         scores: Mapping[int, float] | None = None,
         *,
+        elsewhere: Sequence[int] = (),
         stop: threading.Event | None = None,
     ) -> ExpertStream:
         """Lease each distinct one of `experts` once: resident ones first, late and missing ones as they arrive.
@@ -74,7 +77,8 @@ class ExpertCache:
         Hits, late ones and misses are counted now, and demands start now. A lease ends when the stream advances
         or closes; fewer slots than experts is fine, a slot is refilled as soon as its lease ends. One stream is
         open at a time: opening another closes it. The stream raises Cancelled once `stop` is set, TransferError
-        when an expert cannot be read.
+        when an expert cannot be read. Those `elsewhere` are missed, too, but left to the caller, who computes them
+        where they lie.
         """
         with self.lock:
             self._close_stream()
@@ -83,9 +87,11 @@ class ExpertCache:
             self._policy.tick(layer)
             for expert in distinct:
                 self._policy.touch(layer, expert, 1.0 if scores is None else scores.get(expert, 0.0))
-            stream = self._stream = ExpertStream(self, layer, self._policy.load_order(layer, distinct), stop)
+            wanted = [expert for expert in distinct if expert not in elsewhere]
+            stream = self._stream = ExpertStream(self, layer, self._policy.load_order(layer, wanted), stop)
             hits, late = stream.adopt_present()
             self.ledger.requested(layer, distinct, hits, late)
+            self.ledger.stats.computed += len(elsewhere)
             try:
                 stream.request()
             except BaseException:
@@ -258,6 +264,11 @@ class ExpertCache:
         """Counts since the last call, which start again from zero."""
         with self.lock:
             return self.ledger.take_round()
+
+    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of `experts` that are neither resident nor on their way."""
+        with self.lock:
+            return [expert for expert in experts if expert not in self._shelves[layer].by_expert]
 
     def resident(self) -> list[list[int]]:
         """The resident experts of each layer."""

@@ -13,6 +13,7 @@ from engine.model.seams import ExpertsModule
 from engine.offload.cache import ExpertCache
 from engine.offload.draft_layer import DraftLayer
 from engine.offload.groups import KernelRowGroups, RowGroups
+from engine.offload.in_place import InPlace
 
 
 class LayerObserver(Protocol):
@@ -26,10 +27,16 @@ class LayerObserver(Protocol):
 
 
 class OffloadedExperts:
-    """The target's experts, leased from the cache layer by layer, computed by the kernels where `native`."""
+    """The target's experts, leased from the cache layer by layer, computed by the kernels where `native`.
 
-    def __init__(self, cache: ExpertCache, observer: LayerObserver, native: bool) -> None:
+    With `in_place` missed experts may be computed where they lie, while others are on their way.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, observer: LayerObserver, native: bool, in_place: InPlace | None = None
+    ) -> None:
         self._cache = cache
+        self._in_place = in_place
         self._observer = observer
         self._groups = KernelRowGroups if native else RowGroups
         self.stop: threading.Event | None = None
@@ -43,7 +50,14 @@ class OffloadedExperts:
         routes, gates = index.tolist(), weights.tolist()
         self._observer.routed(layer, routes, gates, hidden)
         groups = self._groups(hidden, routes)
-        with self._cache.stream(layer, list(groups.members), gate_scores(routes, gates), stop=self.stop) as leases:
+        elsewhere: list[int] = []
+        if self._in_place is not None:
+            absent = self._cache.absent(layer, groups.members)
+            elsewhere = self._in_place.choose({expert: len(groups.members[expert][0]) for expert in absent})
+        scores = gate_scores(routes, gates)
+        with self._cache.stream(layer, list(groups.members), scores, elsewhere=elsewhere, stop=self.stop) as leases:
+            if self._in_place is not None and elsewhere:
+                self._in_place.compute(layer, module, groups, elsewhere)
             for lease in leases:
                 groups.compute(module, [lease, *leases.take_ready()])
         out = groups.combine(weights)

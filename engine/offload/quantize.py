@@ -152,7 +152,7 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
 
     Raises ValueError for other numbers of bits.
     """
-    if bits == 4 and has_fused_int4():
+    if bits == 4 and weight.device.type == "cpu" and has_fused_int4():
         return FusedInt4Matrix(*encode(weight, bits))
     return quantize_planes(weight, bits)
 

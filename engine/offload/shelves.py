@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from engine.model.device import CPU
 from engine.model.layout import ExpertShape
 from engine.offload.slots import Shelf, Slot
 
@@ -18,8 +19,8 @@ class Shelves:
     fill for the first layers. Guarded by the cache's lock.
     """
 
-    def __init__(self, shape: ExpertShape, dtype: torch.dtype, layers: int) -> None:
-        self._shelves = [Shelf(shape, dtype, 0) for _ in range(layers)]
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype, layers: int, device: torch.device = CPU) -> None:
+        self._shelves = [Shelf(shape, dtype, 0, device) for _ in range(layers)]
         self._spare = 0
         self.at = 0
 

@@ -34,10 +34,15 @@ class Slot:
     unused_prefetch: int | None = None
 
     @classmethod
-    def allocate(cls, shape: ExpertShape, dtype: torch.dtype) -> Slot:
-        """A page-aligned slot. Its pages go back to the system as soon as nobody refers to it. Raises BudgetError."""
+    def allocate(cls, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> Slot:
+        """A slot on `device`. In main memory it has pages of its own, which go back to the system with the last
+        reference. Raises BudgetError.
+        """
         try:
-            flat = allocate((shape.numel,), dtype)
+            if device.type == "cpu":
+                flat = allocate((shape.numel,), dtype)
+            else:
+                flat = torch.empty(shape.numel, dtype=dtype, device=device)
         except (OSError, MemoryError, RuntimeError) as error:
             raise BudgetError(
                 f"no memory for another expert slot of {shape.numel * dtype.itemsize / 2**20:.1f} MiB "
@@ -74,8 +79,8 @@ class Shelf:
     a shrinking capacity has not taken yet.
     """
 
-    def __init__(self, shape: ExpertShape, dtype: torch.dtype, capacity: int) -> None:
-        self._shape, self._dtype = shape, dtype
+    def __init__(self, shape: ExpertShape, dtype: torch.dtype, capacity: int, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
         self.capacity = capacity
         self.slots: list[Slot] = []
         self.by_expert: dict[int, Slot] = {}
@@ -91,7 +96,7 @@ class Shelf:
 
     def allocate(self) -> Slot:
         """A new slot."""
-        self.slots.append(Slot.allocate(self._shape, self._dtype))
+        self.slots.append(Slot.allocate(self._shape, self._dtype, self._device))
         return self.slots[-1]
 
     def put(self, expert: int, slot: Slot) -> None:

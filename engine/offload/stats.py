@@ -30,6 +30,8 @@ class CacheStats:
     prefetch_wasted: int = 0
     prefetch_cancelled: int = 0
     bytes_loaded: int = 0
+    #: Missed experts that were computed where they lie instead of being fetched.
+    computed: int = 0
     bytes_wasted: int = 0
 
 
