@@ -13,7 +13,10 @@ from engine.events import Event
 
 
 class TraceFile:
-    """An NDJSON file of events, complete or not there at all. None writes nothing. Raises UsageError for bad paths."""
+    """An NDJSON file of events, complete or not there at all. None writes nothing.
+
+    Raises UsageError for bad paths, and when the disk does not take it.
+    """
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path) if path else None
@@ -28,7 +31,7 @@ class TraceFile:
             try:
                 self._file = self._partial.open("w", encoding="utf-8")
             except OSError as error:
-                raise UsageError(f"cannot write the trace to {self._path}: {error.strerror}") from error
+                raise self._refused(error) from error
         return self
 
     def write(self, event: Event) -> None:
@@ -37,16 +40,26 @@ class TraceFile:
         # Transfers report from the link's threads.
         with self._lock:
             self._count += 1
-            self._file.write(json.dumps({"seq": self._count, **event.to_json()}, ensure_ascii=False) + "\n")
+            try:
+                self._file.write(json.dumps({"seq": self._count, **event.to_json()}, ensure_ascii=False) + "\n")
+            except OSError as error:
+                raise self._refused(error) from error
 
     def __exit__(self, failed, *details) -> None:
         if self._file is None or self._path is None:
             return
-        self._file.close()
-        if failed:
+        try:
+            self._file.close()
+            if not failed:
+                os.replace(self._partial, self._path)
+        except OSError as error:
+            if not failed:
+                raise self._refused(error) from error
+        finally:
             self._partial.unlink(missing_ok=True)
-        else:
-            os.replace(self._partial, self._path)
+
+    def _refused(self, error: OSError) -> UsageError:
+        return UsageError(f"cannot write the trace to {self._path}: {error.strerror}")
 
     @property
     def _partial(self) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ from tiny_models import PROMPTS, greedy
 from engine import events
 from engine.config import EngineConfig, LinkConfig
 from engine.engine import Engine
-from engine.errors import BudgetError, CheckpointError, TransferError
+from engine.errors import BudgetError, CheckpointError, TransferError, UsageError
 from engine.model.kv_cache import KVCache
 from engine.offload import slots as slots_module
+from engine.trace_file import TraceFile
 
 PROMPT = PROMPTS[10]
 TOKENS, K = 5, 2
@@ -301,6 +303,23 @@ def test_a_listener_that_fails_at_the_end(emulated, reference):
 
     with pytest.raises(OSError, match="No space left"):
         run(emulated, on_event=deaf)
+    assert run(emulated).ids == [reference]
+
+
+@pytest.mark.parametrize("room", [0, 3000, 10**9])
+def test_a_disk_that_does_not_take_the_trace(room: int, emulated, reference, tmp_path):
+    """A real refusal of the system: files may not grow beyond `room` bytes. The trace is whole or not there."""
+    path, before = tmp_path / "run.ndjson", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with nothing_left(), TraceFile(str(path)) as trace:
+            run(emulated, on_event=trace.write)
+    except UsageError as error:
+        assert str(error) == f"cannot write the trace to {path}: File too large" and room < 10**9
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file.name for file in tmp_path.iterdir()] == (["run.ndjson"] if room == 10**9 else [])
+    check_idle(emulated)
     assert run(emulated).ids == [reference]
 
 
