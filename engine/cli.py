@@ -14,6 +14,8 @@ from typing import Any, NoReturn, TextIO
 from engine.config import (
     DTYPES,
     EMBEDDED_MODEL,
+    LINKS,
+    MISSES,
     POLICIES,
     PREFETCH_SOURCES,
     UPCYCLING_TEXT,
@@ -168,8 +170,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=POLICIES, default="lookahead", help="which expert is evicted")
     add("--prefetch", choices=PREFETCH_SOURCES, default="auto", help="who says what to fetch ahead")
     add("--cache", type=_cache, default="25%", metavar="25%|64MiB|N", help="share, bytes or slots a layer")
-    add("--link", type=LinkConfig.parse, default="disk", metavar="LINK",
-        help="disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")  # fmt: skip
+    add("--link", type=LinkConfig.parse, default="disk", metavar="LINK", help=LINKS)
+    add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="what computes; CUDA needs --link host")
+    add("--misses", choices=MISSES, default="auto",
+        help="fetch a missed expert, or compute it where it lies (--link host), or what costs less")  # fmt: skip
     add("--dtype", choices=DTYPES, default="float32", help="what the model computes in")
     add("--threads", type=int, metavar="N", help="CPU threads of torch")
     add("--kernels", type=parse_kernels, default="all", metavar="all|none|NAME,…",
@@ -217,6 +221,8 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         "link": options.link,
         "pack": not options.no_pack,
         "kernels": options.kernels,
+        "device": options.device,
+        "misses": options.misses,
     }
     if options.threads is not None:
         fields["threads"] = options.threads

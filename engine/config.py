@@ -25,9 +25,12 @@ PREFETCH_SOURCES = ("auto", "draft", "next-layer", "none")
 #: experts.
 KERNELS = ("attention", "linear", "experts", "draft")
 K_LIMIT = 16
+LINKS = "disk, host, emulated:GBPS[:LATENCY_US] or emulated:PRESET"
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
 LINK_GBPS = (0.0001, 1000)
 LINK_LATENCY_US = (0, 100_000)
+#: What becomes of a missed expert: it is fetched, or computed by the processor where it lies, or whichever is quicker.
+MISSES = ("auto", "fetch", "compute")
 
 
 def draft_model_id(draft: str) -> str | None:
@@ -52,8 +55,9 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """The slow tier. `kind` is disk or emulated; `gbps` is GB/s (1e9 bytes), `latency_us` microseconds a transfer.
+    """The slow tier. `kind` is disk, host (main memory) or emulated.
 
+    `gbps` is GB/s (1e9 bytes), `latency_us` microseconds a transfer;
     `preset` names the published machine whose ratio of transfer to compute time `gbps` will reproduce, if any.
     """
 
@@ -63,8 +67,8 @@ class LinkConfig:
     preset: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("disk", "emulated"):
-            raise UsageError(f"unknown link {self.kind!r}: use disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")
+        if self.kind not in ("disk", "host", "emulated"):
+            raise UsageError(f"unknown link {self.kind!r}: use {LINKS}")
         if self.kind == "emulated" and self.gbps is None and self.preset is None:
             raise UsageError("an emulated link needs a bandwidth or a preset: emulated:GBPS[:LATENCY_US]")
         if self.gbps is not None and not LINK_GBPS[0] <= self.gbps <= LINK_GBPS[1]:
@@ -74,21 +78,17 @@ class LinkConfig:
 
     @classmethod
     def parse(cls, text: str) -> LinkConfig:
-        """`disk`, `emulated:GBPS[:LATENCY_US]` or `emulated:PRESET`. Raises UsageError."""
+        """`disk`, `host`, `emulated:GBPS[:LATENCY_US]` or `emulated:PRESET`. Raises UsageError."""
         kind, *rest = text.split(":")
-        if kind == "host":
-            raise UsageError(
-                "link host needs a CUDA device, and this engine does not drive one yet: use disk or emulated"
-            )
-        if kind == "disk" and not rest:
-            return cls("disk")
+        if kind in ("disk", "host") and not rest:
+            return cls(kind)
         if kind == "emulated" and 1 <= len(rest) <= 2:
             try:
                 return cls(kind, gbps=float(rest[0]), latency_us=float(rest[1]) if len(rest) == 2 else 0.0)
             except ValueError:
                 if len(rest) == 1 and rest[0]:
                     return cls(kind, preset=rest[0])
-        raise UsageError(f"unknown link {text!r}: use disk, emulated:GBPS[:LATENCY_US] or emulated:PRESET")
+        raise UsageError(f"unknown link {text!r}: use {LINKS}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class EngineConfig:
     `model`: a directory or a hub id. `draft`: one of DRAFTS, or `model:PATH_OR_ID`. `pack`: build and use the
     page-aligned pack of the experts (False reads byte ranges of the original shards). `threads`: CPU threads of
     torch; None chooses by the size of the experts. `kernels`: those of KERNELS that may compute where torch would
-    otherwise, if this machine can build them (`engine/kernels/native.py`); () is none.
+    otherwise, if this machine can build them (`engine/kernels/native.py`); () is none. `device`: auto (CUDA behind
+    a host link, where there is one), cpu, cuda or cuda:N. `misses`: one of MISSES; only a host link can compute.
     """
 
     model: str = str(EMBEDDED_MODEL)
@@ -161,8 +162,15 @@ class EngineConfig:
     threads: int | None = None
     pack: bool = True
     kernels: tuple[str, ...] = KERNELS
+    device: str = "auto"
+    misses: str = "auto"
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"unknown device {self.device!r}: use auto, cpu, cuda or cuda:N")
+        _one_of("misses", self.misses, MISSES)
+        if self.misses == "compute" and self.link.kind != "host":
+            raise UsageError(f"a missed expert cannot be computed behind link {self.link.kind}: use --link host")
         for kernel in self.kernels:
             _one_of("kernel", kernel, KERNELS)
         _one_of("dtype", self.dtype, DTYPES)

@@ -16,9 +16,11 @@ from engine.config import EngineConfig, cache_directory, draft_model_id
 from engine.errors import UsageError
 from engine.kernels.build import BuildError, compiler
 from engine.kernels.native import VARIABLE, Absent, native
+from engine.kernels.pages import PAGE, allocate
 from engine.machine import available_bytes, caches
 from engine.model.checkpoint import Checkpoint, resolve_directory
 from engine.model.skeleton import survey
+from engine.offload.host import pin, unpin
 from engine.offload.quantize import quantized_nbytes
 from engine.offload.slots import slot_nbytes
 from engine.report import machine_info
@@ -47,6 +49,7 @@ def examine(config: EngineConfig | None = None) -> dict[str, Any]:
             "available_gib": round(available_bytes() / 2**30, 1),
             "torch_threads": machine["threads"],
         },
+        "cuda": _cuda(),
         "kernels": _kernels(),
         "cache": _cache(cache_directory()),
     }
@@ -85,6 +88,18 @@ def _weights(model: str, dtype: torch.dtype) -> int:
     """Bytes of all weights of a draft model in `dtype`, from its checkpoint's headers. Its KV comes on top, too."""
     tensors = Checkpoint.open(resolve_directory(model)).tensors
     return sum(math.prod(info.shape) for info in tensors.values()) * dtype.itemsize
+
+
+def _cuda() -> dict[str, Any]:
+    """CUDA devices with their memory, and whether main memory can be pinned for them: null, or why not."""
+    if not torch.cuda.is_available():
+        return {"devices": [], "pinning_refused": None}
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    page = allocate((PAGE,), torch.uint8)
+    refused = pin(page)
+    if refused is None:
+        unpin(page)
+    return {"devices": [{"name": d.name, "bytes": d.total_memory} for d in found], "pinning_refused": refused}
 
 
 def _kernels() -> dict[str, Any]:
@@ -143,6 +158,7 @@ def format_doctor(report: dict[str, Any]) -> str:
         "cpu": f"{machine['cpu']}, {machine['usable_cores']} of {machine['cores']} cores usable",
         "caches": levels or "unknown",
         "memory": f"{machine['memory_gib']} GiB, {machine['available_gib']} GiB available",
+        "cuda": _cuda_line(report["cuda"]),
         "kernels": state,
         "library": kernels["library"] or "–",
         "compiler": kernels["compiler"] or "none: install g++ (apt-get install g++)",
@@ -160,6 +176,16 @@ def format_doctor(report: dict[str, Any]) -> str:
         lines["fast memory"] = f"{_size(memory['total'])} and the KV cache: {split}"
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines.items())
+
+
+def _cuda_line(cuda: dict[str, Any]) -> str:
+    if not cuda["devices"]:
+        return "no device: --link host copies within main memory, which shows the mechanism and saves nothing"
+    names = ", ".join(f"{device['name']} with {_size(device['bytes'])}" for device in cuda["devices"])
+    refused = cuda["pinning_refused"]
+    return (
+        f"{names}; main memory can be pinned" if refused is None else f"{names}; main memory stays pageable: {refused}"
+    )
 
 
 def _size(nbytes: int) -> str:

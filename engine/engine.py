@@ -21,6 +21,8 @@ from engine.loading import LoadedModel, Progress, load_model
 from engine.offload.cache import ExpertCache
 from engine.offload.emulated import EmulatedLink
 from engine.offload.experts import OffloadedExperts, QuantizedExperts
+from engine.offload.host_link import HostLink
+from engine.offload.in_place import InPlace
 from engine.offload.resident import ResidentExperts
 from engine.passes import PassObserver
 from engine.report import cache_state, governor_choice, kernels_label, roofline_point, run_start, summarize
@@ -54,11 +56,16 @@ class Engine:
             config.policy,
             self.passes,
             extra=loaded.extra_slots,
+            device=loaded.device,
         )
         self.policy = config.policy
         self.kernels = kernels_label(config.kernels, loaded.kernels)
         self.passes.attach(None, self.cache)
-        self.target_experts = OffloadedExperts(self.cache, self.passes, native="experts" in loaded.kernels)
+        in_place = None
+        if isinstance(loaded.link, HostLink):
+            module = loaded.skeleton.experts_modules[0]
+            in_place = InPlace(loaded.link, module, config.misses, loaded.host_kernels)
+        self.target_experts = OffloadedExperts(self.cache, self.passes, "experts" in loaded.kernels, in_place)
         self.draft_experts = self._create_draft_experts()
         self.kv_bytes_per_token = measure_kv_bytes(loaded, self.passes, self.draft_experts or self.target_experts)
         self.cache.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from engine.errors import BudgetError, Cancelled, ModelError
 from engine.kernels.linear import use_kernels
 from engine.kernels.native import Native, native
 from engine.kernels.norm import use_norm_kernels
+from engine.machine import available_bytes
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
+from engine.model.device import CPU, resolve_device
 from engine.model.draft_model import DraftModel, load_draft_model
 from engine.model.layout import ExpertShape, ExpertTable
 from engine.model.routers import RouterProbe
@@ -28,6 +31,8 @@ from engine.model.text import load_tokenizer
 from engine.offload.disk import DiskLink
 from engine.offload.draft_layer import DraftLayer, KernelDraftLayer, TorchDraftLayer
 from engine.offload.emulated import EmulatedLink
+from engine.offload.host import HostSlab, no_room, slab_nbytes
+from engine.offload.host_link import HostLink
 from engine.offload.links import Link
 from engine.offload.pack import open_pack
 from engine.offload.source import ExpertSource
@@ -56,7 +61,7 @@ class LoadedModel:
     runner: ModelRunner
     tokenizer: PreTrainedTokenizerBase
     eos_ids: frozenset[int]
-    source: ExpertSource
+    source: ExpertSource | HostSlab
     link: Link
     slots_per_layer: int
     #: Slots beyond those that layers share.
@@ -68,6 +73,9 @@ class LoadedModel:
     kernels: frozenset[str] = frozenset()
     #: Threads that compute, of torch or of the kernels.
     threads: int = 1
+    device: torch.device = CPU
+    #: Whether missed experts may be computed by the kernels in main memory, whatever device computes the rest.
+    host_kernels: bool = False
 
     def close(self) -> None:
         self.link.close()
@@ -84,14 +92,17 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     directory = resolve_directory(config.model)
     dtype = getattr(torch, config.dtype)
     progress("shared weights", 0, 0)
+    device = resolve_device(config.device, config.link.kind)
     skeleton = load_skeleton(
         directory, dtype, lambda done, total: progress("shared weights", done, total), cancelled,
-        lambda table: _check_pack(config, table),
+        lambda table: _check_pack(config, table), device,
     )  # fmt: skip
     table = skeleton.table
     threads = config.threads or default_threads(table.shape)
     torch.set_num_threads(threads)
-    kernels = _choose_kernels(config, threads)
+    host_kernels = _choose_kernels(config, threads)
+    # They compute in main memory: behind a CUDA device only missed experts, where those lie.
+    kernels = host_kernels if device.type == "cpu" else frozenset()
     if "linear" in kernels:
         use_kernels(skeleton.model)
         use_norm_kernels(skeleton.model)
@@ -109,12 +120,12 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     if config.prefetch == "next-layer" and not probe.available:
         raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
     table = _pack(config, table, directory, progress, cancelled)
-    source = ExpertSource(table, direct=config.link.kind == "disk")
+    source = _open_source(config, table, device, progress, cancelled)
     try:
-        draft = _quantize_all(source, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
+        draft = _quantize_all(source, device, config.draft, _draft_layers(skeleton, kernels), progress, cancelled)
         runner = ModelRunner(skeleton.model, skeleton.experts_modules, native_attention="attention" in kernels)
         eos_ids = _eos_ids(directory, skeleton, tokenizer)
-        link = _open_link(config, source)
+        link = _open_link(config, source, device)
     except BaseException:
         source.close()
         raise
@@ -137,19 +148,21 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
         probe if probe.available else None,
         kernels,
         threads,
+        device,
+        "experts" in host_kernels,
     )
 
 
 def _check_pack(config: EngineConfig, table: ExpertTable) -> None:
-    if table.shape.mxfp4 and not config.pack:
+    if table.shape.mxfp4 and not config.pack and config.link.kind != "host":
         raise ModelError("experts in MXFP4 are unpacked once, into the pack: run without --no-pack")
 
 
 def _pack(
     config: EngineConfig, table: ExpertTable, directory: Path, progress: Progress, cancelled: Callable[[], bool]
 ) -> ExpertTable:
-    """`table`, in the pack if the configuration wants one and the disk has room."""
-    if not config.pack:
+    """`table`, in the pack if the configuration wants one and the disk has room. A host link reads shards only once."""
+    if not config.pack or config.link.kind == "host":
         return table
 
     def packing(done: int, total: int) -> None:
@@ -205,7 +218,26 @@ def _eos_ids(directory, skeleton: Skeleton, tokenizer: PreTrainedTokenizerBase) 
     return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
 
-def _open_link(config: EngineConfig, source: ExpertSource) -> Link:
+def _open_source(
+    config: EngineConfig, table: ExpertTable, device: torch.device, progress: Progress, cancelled: Callable[[], bool]
+) -> ExpertSource | HostSlab:
+    """Where the link takes experts from: files, or all of them in main memory."""
+    files = ExpertSource(table, direct=config.link.kind == "disk")
+    if config.link.kind != "host":
+        return files
+    dtype = getattr(torch, config.dtype)
+    with closing(files):
+        need, free = slab_nbytes(table, dtype), available_bytes()
+        if need > free:
+            raise no_room(need, f"{free / 2**30:.1f} GiB are free")
+        return HostSlab.load(
+            files, dtype, device, lambda done, total: progress("experts to main memory", done, total), cancelled
+        )
+
+
+def _open_link(config: EngineConfig, source: ExpertSource | HostSlab, device: torch.device) -> Link:
+    if isinstance(source, HostSlab):
+        return HostLink(source, device)
     if config.link.kind == "disk":
         return DiskLink(source)
     gbps = config.link.gbps if config.link.gbps is not None else UNPACED_GBPS
@@ -225,7 +257,8 @@ def _draft_layers(skeleton: Skeleton, kernels: frozenset[str]) -> Callable[[int,
 
 
 def _quantize_all(
-    source: ExpertSource,
+    source: ExpertSource | HostSlab,
+    device: torch.device,
     kind: str,
     make: Callable[[int, int], DraftLayer],
     progress: Progress,
@@ -245,6 +278,6 @@ def _quantize_all(
             if cancelled():
                 raise Cancelled("loading was cancelled")
             source.read(layer, expert, 0, raw)
-            layers[layer].put(expert, *table.shape.views(raw.view(table.shape.dtype)))
+            layers[layer].put(expert, *table.shape.views(raw.view(table.shape.dtype).to(device)))
             progress(f"quantizing the draft to INT{bits}", (layer * table.experts + expert + 1) * size, total)
     return layers

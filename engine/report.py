@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: What `generate --json` tells of the expert cache: decoding only, the prefill is not counted.
 EXPERT_COUNTS = (
     "requests", "hits", "late", "misses",
-    "prefetched", "prefetch_used", "prefetch_late", "prefetch_wasted", "prefetch_cancelled", "bytes_loaded",
+    "computed", "prefetched", "prefetch_used", "prefetch_late", "prefetch_wasted", "prefetch_cancelled", "bytes_loaded",
     "bytes_wasted",
 )  # fmt: skip
 
@@ -37,7 +37,8 @@ def run_start(engine: Engine, run: Run) -> events.RunStart:
         t=0,
         schema=events.SCHEMA_VERSION,
         model=model_info(engine),
-        machine=machine_info() | {"threads": engine.loaded.threads, "kernels": engine.kernels},
+        machine=machine_info()
+        | {"threads": engine.loaded.threads, "kernels": engine.kernels, "device": device_name(engine)},
         link=link_info(engine),
         config=config_info(engine, run),
         memory=memory_info(engine, run),
@@ -124,6 +125,12 @@ def machine_info() -> dict[str, Any]:
     }
 
 
+def device_name(engine: Engine) -> str:
+    """What computes."""
+    device = engine.loaded.device
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def kernels_label(asked: Collection[str], used: Collection[str]) -> str:
     """The kernels' variant, with the names of those in use if they are not all; or "torch", and why."""
     if not asked:
@@ -172,6 +179,7 @@ def config_info(engine: Engine, run: Run) -> dict[str, Any]:
         "cache": engine.cache.slots_per_layer,
         "stop": list(run.options.stop),
         "kernels": list(engine.config.kernels),
+        "link_label": engine.loaded.link.label,
     }
     return {**settings, **run.knobs.values, **resolved}
 

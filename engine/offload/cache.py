@@ -265,11 +265,6 @@ class ExpertCache:
         with self.lock:
             return self.ledger.take_round()
 
-    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of `experts` that are neither resident nor on their way."""
-        with self.lock:
-            return [expert for expert in experts if expert not in self._shelves[layer].by_expert]
-
     def resident(self) -> list[list[int]]:
         """The resident experts of each layer."""
         with self.lock:

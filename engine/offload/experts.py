@@ -52,7 +52,7 @@ class OffloadedExperts:
         groups = self._groups(hidden, routes)
         elsewhere: list[int] = []
         if self._in_place is not None:
-            absent = self._cache.absent(layer, groups.members)
+            absent = [expert for expert in groups.members if not self._cache.has(layer, expert)]
             elsewhere = self._in_place.choose({expert: len(groups.members[expert][0]) for expert in absent})
         scores = gate_scores(routes, gates)
         with self._cache.stream(layer, list(groups.members), scores, elsewhere=elsewhere, stop=self.stop) as leases:

@@ -59,7 +59,8 @@ def fails(capsys, cache) -> Callable[..., str]:
 WRONG_USAGE = (
     "--nope", "--cache=lots", "--cache=0", "--cache=0%", "--cache=101%", "--cache=0MiB", "--cache=-1", "--cache=",
     "--link=usb", "--link=emulated", "--link=emulated:fast", "--link=emulated:0", "--link=emulated:nan",
-    "--link=emulated:1:-5", "--link=emulated:1:2:3", "--link=disk:3", "--link=host",
+    "--link=emulated:1:-5", "--link=emulated:1:2:3", "--link=disk:3", "--link=host:1",
+    "--device=tpu", "--device=cuda", "--misses=compute",
     "--k=many", "--k=-1", "--k=17", "--k=1.5", "--k-max=0", "--k-max=17", "--stop=", "--stop",
     "--temperature=warm", "--temperature=-0.1", "--temperature=nan", "--temperature=11",
     "--top-k=-1", "--top-p=0", "--top-p=1.1", "--top-p=nan", "--seed=-1", "--seed=99999999999999999999",
@@ -212,6 +213,8 @@ def test_json_is_one_object_with_the_documented_keys(model: str, cache, capsys):
 FLAGS: dict[str, tuple[str, str, object]] = {
     "--draft": ("self-int8", "draft", "self-int8"),
     "--policy": ("lfu", "policy", "lfu"),
+    "--device": ("cpu", "device", "cpu"),
+    "--misses": ("fetch", "misses", "fetch"),
     "--prefetch": ("none", "prefetch", "none"),
     "--cache": ("3", "cache", 3),
     "--link": ("emulated:2:7", "link", {"kind": "emulated", "gbps": 2.0, "latency_us": 7.0, "preset": None}),

@@ -34,7 +34,7 @@ def doctor(capsys):
 
 def test_it_tells_the_machine_and_the_versions(doctor):
     told = doctor()
-    assert set(told) == {"versions", "machine", "kernels", "cache"}
+    assert set(told) == {"versions", "machine", "cuda", "kernels", "cache"}
     assert told["versions"]["python"] == platform.python_version()
     assert told["versions"]["torch"] == torch.__version__
     machine = told["machine"]
