@@ -121,12 +121,11 @@ def _ours(config: EngineConfig, draft: str, split: Split, prefetch: str = "draft
 
 
 def _contenders(config: EngineConfig, chosen: dict[str, Any]) -> list[Contender]:
-    """The baselines get whole slots a layer, rounded up in their favour."""
     draft, k = chosen["draft"], chosen["k"]
     split = split_memory(config, draft, LIMIT)
 
     def on_demand(slots: int) -> EngineConfig:
-        budget = CacheBudget(slots=-(-slots // split.layers))
+        budget = CacheBudget(nbytes=slots * split.stored_bytes)
         return dataclasses.replace(config, draft="none", policy="lru", prefetch="none", cache=budget)
 
     return [

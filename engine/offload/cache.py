@@ -189,8 +189,7 @@ class ExpertCache:
     def total_slots(self) -> int:
         """How many experts may be resident, of all layers together."""
         layers = self.table.layers
-        more = self._extra if self._policy.lends else 0
-        return min(self._capacity * layers + more, self.table.experts * layers)
+        return min(self._capacity * layers + self._extra, self.table.experts * layers)
 
     @property
     def nbytes(self) -> int:
@@ -326,9 +325,9 @@ class ExpertCache:
         return min(slots_per_layer, self.table.experts)
 
     def _share_out(self) -> None:
-        """Each layer gets its own slots. A policy that looks ahead keeps one a layer to lend, where two are left."""
-        own = self._capacity - (self._policy.lends and self._capacity > 1)
-        self._shelves.share_out(own, self.total_slots - own * self.table.layers if self._policy.lends else 0)
+        """A policy that looks ahead keeps one slot a layer to lend, where two are left."""
+        lends = self._policy.lends
+        self._shelves.share_out(self.total_slots, self._capacity - (lends and self._capacity > 1), lends)
         for layer in range(self.table.layers):
             self.trim(layer)
 

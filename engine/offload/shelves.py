@@ -12,7 +12,7 @@ from engine.offload.slots import Shelf, Slot
 
 
 class Shelves:
-    """A shelf a layer, with `own` slots each, and `spare` slots that any of them may be lent.
+    """A shelf a layer, with slots of its own, and spare ones that any of them may be lent.
 
     A decoder walks its layers in a circle: `at` is the layer it has come to, and the layer behind it is needed
     last. So a spare slot moves on with the decoder, and a draft that runs before the first layer finds them all to
@@ -30,11 +30,15 @@ class Shelves:
     def __iter__(self) -> Iterator[Shelf]:
         return iter(self._shelves)
 
-    def share_out(self, own: int, spare: int) -> None:
-        """Other numbers; what is in excess stays until it is dropped."""
-        self._spare = spare
-        for shelf in self._shelves:
-            shelf.capacity = own
+    def share_out(self, slots: int, own: int, lend: bool) -> None:
+        """`slots` in all, `own` of them in each layer. The rest is lent, or one each goes to the first layers.
+
+        What is in excess of the new numbers stays until it is dropped.
+        """
+        rest = slots - own * len(self._shelves)
+        self._spare = rest if lend else 0
+        for layer, shelf in enumerate(self._shelves):
+            shelf.capacity = own if lend else own + (layer < rest)
 
     def has_free(self, layer: int) -> bool:
         """Whether `take_free` would give a slot."""

@@ -54,11 +54,6 @@ class Driver:
         self.requests = 0
         self.prefetched = 0
 
-    @property
-    def extra(self) -> int:
-        """Slots that only a policy that lends can use."""
-        return self.cache._extra if self.cache._policy.lends else 0
-
     def play(self, step: tuple) -> None:
         name, *arguments = step
         if name == "stream":
@@ -103,7 +98,7 @@ class Driver:
         cache.settle()
         slot = slot_nbytes(cache.table.shape, torch.float32)
         assert cache.nbytes <= cache.capacity_nbytes
-        assert cache.capacity_nbytes == min(LAYERS * cache.slots_per_layer + self.extra, LAYERS * EXPERTS) * slot
+        assert cache.capacity_nbytes == min(LAYERS * cache.slots_per_layer + cache._extra, LAYERS * EXPERTS) * slot
         stats = cache.stats
         assert stats.requests == self.requests == stats.hits + stats.late + stats.misses
         assert set(witness.outcomes) == set(witness.transfers)
@@ -121,7 +116,7 @@ class Driver:
             assert {id(slot) for slot in shelf.by_expert.values()} <= {id(slot) for slot in shelf.slots}
             assert len(shelf.by_expert) == len(shelf.resident()) <= len(shelf.slots)
             if not cache._policy.lends:
-                assert len(shelf.slots) <= cache.slots_per_layer
+                assert len(shelf.slots) <= cache.slots_per_layer + cache._extra
         self.source.failing = set()
         for layer in range(LAYERS):
             self.stream(layer, list(range(EXPERTS)), None, [])
