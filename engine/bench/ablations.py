@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from engine.bench.belady import RequestLog, belady_loads
-from engine.bench.contenders import COLUMNS, Contender, contender_row, measure, pinned_link
+from engine.bench.contenders import COLUMNS, Contender, contender_row, measure_all, pinned_link
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
 from engine.bench.table import at_most, format_bars, format_columns, format_neighbours
-from engine.bench.wrong_ways import corrupt_predictions, separate_kv
+from engine.bench.wrong_ways import corrupted_predictions, separate_kv, timing
 from engine.config import EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.machine import Neighbours
@@ -26,6 +27,7 @@ SEPARATE_KV = "KV: the draft's own"
 #: Policies, compared without prefetches.
 EVICTION = {"lookahead": NO_PREFETCH, "lfu": "eviction: lfu, prefetch none", "lru": "eviction: lru, prefetch none"}
 BOUND = "offline Belady"
+Around = Callable[[Engine], AbstractContextManager[Any]]
 
 
 def ablations_suite(
@@ -46,13 +48,7 @@ def ablations_suite(
         engine.close()
     logs = {name: RequestLog() for name in EVICTION.values()}
     contenders = _contenders(config, logs)
-    results: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
-    options = GenerationConfig(max_new_tokens=max_new_tokens)
-    for repeat in range(repeats):
-        for contender in contenders:
-            say(f"run {repeat + 1} of {repeats}: {contender.name}")
-            results[contender.name] += measure(contender, options)
-            gc.collect()
+    results = measure_all(contenders, GenerationConfig(max_new_tokens=max_new_tokens), repeats, say)
     return {
         "suite": "ablations",
         "machine": machine_info() | {"others_cpu_share": neighbours.share()},
@@ -69,31 +65,28 @@ def ablations_suite(
 
 
 def _contenders(config: EngineConfig, logs: dict[str, RequestLog]) -> list[Contender]:
-    def variant(name: str, prepare: Callable[[Engine], None] | None = None, **changes: Any) -> Contender:
-        settings = {"draft": "self-int4", "policy": "lookahead", "prefetch": "draft", **changes}
-        contender = Contender(name, dataclasses.replace(config, **settings), DRAFT_LENGTH)
-        return dataclasses.replace(contender, prepare=prepare) if prepare else contender
+    """Those that need another draft come last: the others share one engine."""
 
-    def timing(name: str) -> Callable[[Engine], None]:
-        return lambda engine: setattr(engine.prefetcher, "timing", name)
+    def variant(name: str, around: Around = nullcontext, **changes: Any) -> Contender:
+        settings = {"draft": "self-int4", "policy": "lookahead", "prefetch": "draft", **changes}
+        return Contender(name, dataclasses.replace(config, **settings), DRAFT_LENGTH, around=around)
 
     return [
         variant(AS_IT_IS),
-        variant(NO_PREFETCH, logs[NO_PREFETCH].attach, prefetch="none"),
-        variant("prefetch: early", timing("early")),
-        variant("prefetch: late", timing("late")),
+        variant(NO_PREFETCH, logs[NO_PREFETCH].listen, prefetch="none"),
+        *(variant(f"prefetch: {name}", partial(timing, name=name)) for name in ("early", "late")),
         variant("prefetch: next layer", prefetch="next-layer"),
         *(
-            variant(name, logs[name].attach, prefetch="none", policy=policy)
+            variant(name, logs[name].listen, prefetch="none", policy=policy)
             for policy, name in EVICTION.items()
             if name != NO_PREFETCH
         ),
         variant(SEPARATE_KV, separate_kv),
-        *(variant(f"draft: INT{bits}", draft=f"self-int{bits}") for bits in (8, 3, 2)),
         *(
-            variant(f"predictions corrupted: {share:.0%}", corrupt_predictions(share))
+            variant(f"predictions corrupted: {share:.0%}", partial(corrupted_predictions, share=share))
             for share in (0.25, 0.5, 0.75)
         ),
+        *(variant(f"draft: INT{bits}", draft=f"self-int{bits}") for bits in (8, 3, 2)),
     ]  # fmt: skip
 
 

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from engine.engine import Engine
-from engine.offload.cache import ExpertCache
+from engine.offload.stream import ExpertStream
 
 #: One pass through a layer: the layer, and the distinct experts that it needs.
 Request = tuple[int, tuple[int, ...]]
 
 
 class RequestLog:
-    """Remembers what an engine asks of its cache from `attach` on."""
+    """What engines asked of their caches while it listened, and how often that was missing."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self._caches: list[ExpertCache] = []
+        self.misses = 0
 
-    def attach(self, engine: Engine) -> None:
-        """Listen to another engine; requests and misses of all of them add up."""
+    @contextmanager
+    def listen(self, engine: Engine) -> Iterator[None]:
+        """Listen to an engine whose cache is emptied now or was empty before."""
         cache, stream = engine.cache, engine.cache.stream
 
-        def logged(layer: int, experts: Sequence[int], *rest: Any, **options: Any):
+        def logged(layer: int, experts: Sequence[int], *rest: Any, **options: Any) -> ExpertStream:
             self.requests.append((layer, tuple(dict.fromkeys(experts))))
             return stream(layer, experts, *rest, **options)
 
         cache.stream = logged  # type: ignore[method-assign]
-        self._caches.append(cache)
-
-    @property
-    def misses(self) -> int:
-        """What the caches did not have, so far."""
-        return sum(cache.stats.misses for cache in self._caches)
+        try:
+            yield
+        finally:
+            self.misses += cache.stats.misses
+            del cache.stream  # the method of the class shows again
 
 
 def belady_loads(requests: Sequence[Request], slots: int) -> int:

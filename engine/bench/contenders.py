@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from engine.bench.prompts import PROMPTS
 from engine.bench.table import format_columns
-from engine.config import K_LIMIT, EngineConfig, GenerationConfig, LinkConfig
+from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock, LinkConfig
 from engine.engine import Engine
 from engine.offload.emulated import EmulatedLink
-
-
-def _as_loaded(engine: Engine) -> None:
-    pass
 
 
 @dataclass(frozen=True)
 class Contender:
     """One side of a comparison. `equal_memory` is false for a bound that no memory limit is put on.
 
-    `prepare` may change a loaded engine in a way that no user needs.
+    `around` changes a loaded engine in a way that no user needs, for as long as the contender runs.
     """
 
     name: str
     config: EngineConfig
     k: int | str
     equal_memory: bool = True
-    prepare: Callable[[Engine], None] = _as_loaded
+    around: Callable[[Engine], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def load(self) -> EngineConfig:
+        """What must be loaded; the rest are live knobs."""
+        return dataclasses.replace(self.config, prefetch="draft", policy="lookahead")
 
 
 def pinned_link(engine: Engine) -> EngineConfig:
@@ -43,13 +47,44 @@ def pinned_link(engine: Engine) -> EngineConfig:
 def measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
     """One pass over all prompts; the first prompt warms the cache and the estimators up and is run again."""
     engine = Engine.load(contender.config)
-    options = dataclasses.replace(options, k=contender.k, k_max=K_LIMIT)
     try:
-        contender.prepare(engine)
-        engine.generate([PROMPTS[0]], options)
-        return [engine.generate([prompt], options)[0] for prompt in PROMPTS]
+        return measure_loaded(engine, contender, options)
     finally:
         engine.close()
+
+
+def measure_loaded(engine: Engine, contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:
+    """The same with an engine that was loaded with `contender.load`, or with its configuration."""
+    options = dataclasses.replace(options, k=contender.k, k_max=K_LIMIT)
+    live = {"prefetch": contender.config.prefetch, "policy": contender.config.policy}
+
+    def run(prompt: str) -> dict[str, Any]:
+        knobs = KnobBlock(**{**engine.knobs(options).values, **live})
+        return engine.generate([prompt], options, knobs=knobs)[0]
+
+    with contender.around(engine):
+        engine.cache.reset()
+        run(PROMPTS[0])
+        return [run(prompt) for prompt in PROMPTS]
+
+
+def measure_all(
+    contenders: list[Contender], options: GenerationConfig, repeats: int, say: Callable[[str], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """Everybody's results, by name. Contenders in turn that differ in live knobs only share one engine."""
+    results: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
+    for repeat in range(repeats):
+        for config, group in itertools.groupby(contenders, key=lambda contender: contender.load):
+            engine = Engine.load(config)
+            try:
+                for contender in group:
+                    say(f"run {repeat + 1} of {repeats}: {contender.name}")
+                    results[contender.name] += measure_loaded(engine, contender, options)
+            finally:
+                engine.close()
+                del engine
+                gc.collect()
+    return results
 
 
 def contender_row(contender: Contender, results: list[dict[str, Any]], base: dict[str, Any] | None) -> dict[str, Any]:

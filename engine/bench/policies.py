@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from engine.bench.contenders import Contender, contender_row, format_rows, measure, pinned_link
+from engine.bench.contenders import Contender, contender_row, format_rows, measure_all, pinned_link
 from engine.bench.memory_split import Split, split_memory
 from engine.bench.prompts import PROMPTS
 from engine.bench.random_model import RANDOM_MODEL, random_model
@@ -47,14 +47,9 @@ def policies_suite(
     trials = try_drafts(config, say)
     chosen = max(trials, key=lambda trial: trial["tokens_per_s"])
     contenders = _contenders(config, chosen)
-    results: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
+    results = measure_all(contenders, GenerationConfig(max_new_tokens=max_new_tokens), repeats, say)
     offloaded = Outcome()
-    options = GenerationConfig(max_new_tokens=max_new_tokens)
     for repeat in range(repeats):
-        for contender in contenders:
-            say(f"run {repeat + 1} of {repeats}: {contender.name}")
-            results[contender.name] += measure(contender, options)
-            gc.collect()
         say(f"run {repeat + 1} of {repeats}: {TRANSFORMERS}")
         run_disk_offload(config, max_new_tokens, offloaded)
         gc.collect()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,38 +16,52 @@ from engine.speculation.batch import Batch
 from engine.speculation.drafters import Draft, Drafter
 
 
-def corrupt_predictions(share: float) -> Callable[[Engine], None]:
-    """Of the experts that the draft foresees, each is replaced by a random one with this probability.
+@contextmanager
+def timing(engine: Engine, name: str) -> Iterator[None]:
+    """Prefetches at another time (one of `TIMINGS`)."""
+    engine.prefetcher.timing, before = name, engine.prefetcher.timing
+    try:
+        yield
+    finally:
+        engine.prefetcher.timing = before
+
+
+@contextmanager
+def corrupted_predictions(engine: Engine, share: float) -> Iterator[None]:
+    """Of the experts that the draft foresees, each is replaced by a random one with probability `share`.
 
     The draft itself computes with the right ones: only the prefetcher is misled.
     """
+    generator = random.Random(0)
+    experts, drafted = engine.cache.table.experts, engine.prefetcher.drafted
 
-    def prepare(engine: Engine) -> None:
-        generator = random.Random(0)
-        experts, drafted = engine.cache.table.experts, engine.prefetcher.drafted
+    def misled(layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
+        wrong = [
+            [generator.randrange(experts) if generator.random() < share else expert for expert in row] for row in index
+        ]
+        drafted(layer, wrong, weights)
 
-        def misled(layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
-            wrong = [
-                [generator.randrange(experts) if generator.random() < share else expert for expert in row]
-                for row in index
-            ]
-            drafted(layer, wrong, weights)
-
-        engine.prefetcher.drafted = misled  # type: ignore[method-assign]
-
-    return prepare
+    engine.prefetcher.drafted = misled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.prefetcher.drafted  # the method of the class shows again
 
 
-def separate_kv(engine: Engine) -> None:
+@contextmanager
+def separate_kv(engine: Engine) -> Iterator[None]:
     """The draft keeps keys and values of its own, computed with its own experts."""
     create = engine._create_drafter
-    assert engine.draft_experts is not None
     experts = QuantizedExperts(engine.loaded.draft_experts, _Nobody())
 
     def created(*arguments: Any) -> Drafter:
         return SeparateKV(create(*arguments), engine, experts)
 
     engine._create_drafter = created  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del engine._create_drafter  # the method of the class shows again
 
 
 class _Nobody:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import json
 import random
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.bench import ablations, policies
 from engine.bench.ablations import BOUND, EVICTION, ablations_suite, format_ablations
 from engine.bench.belady import RequestLog, belady_loads
-from engine.bench.contenders import Contender, contender_row, measure
+from engine.bench.contenders import Contender, contender_row, measure, measure_all
 from engine.bench.memory_split import split_memory
 from engine.bench.policies import OURS, TRANSFORMERS, format_policies, policies_suite
 from engine.bench.prompts import PROMPTS
 from engine.bench.transformers_decode import Outcome, expert_map, run_disk_offload, run_transformers
-from engine.bench.wrong_ways import corrupt_predictions, separate_kv
+from engine.bench.wrong_ways import corrupted_predictions, separate_kv
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.offload.slots import slot_nbytes
@@ -177,11 +179,9 @@ def test_belady_with_room_for_all_loads_each_once() -> None:
     assert belady_loads(requests, 0) == sum(len(experts) for _, experts in requests)
 
 
-def run(model: str, prepare=None, **changes) -> tuple[list[list[int]], dict]:
+def run(model: str, around=nullcontext, **changes) -> tuple[list[list[int]], dict]:
     config = EngineConfig(model=model, link=FAST, threads=1, cache=CacheBudget(slots=4), **changes)
-    contender = Contender("one", config, 4)
-    if prepare:
-        contender = Contender("one", config, 4, prepare=prepare)
+    contender = Contender("one", config, 4, around=around)
     results = measure(contender, GenerationConfig(max_new_tokens=16))
     return [result["token_ids"] for result in results], contender_row(contender, results, None)
 
@@ -190,22 +190,40 @@ def test_a_log_sees_every_request_and_miss(model: str) -> None:
     log = RequestLog()
     engine = Engine.load(EngineConfig(model=model, link=FAST, policy="lru", prefetch="none", threads=1))
     try:
-        log.attach(engine)
-        engine.generate([PROMPTS[0]], GenerationConfig(max_new_tokens=8, k=2))
+        with log.listen(engine):
+            engine.generate([PROMPTS[0]], GenerationConfig(max_new_tokens=8, k=2))
         stats = engine.cache.stats
+        engine.generate([PROMPTS[0]], GenerationConfig(max_new_tokens=2, k=2))  # it listens no more
     finally:
         engine.close()
     assert sum(len(experts) for _, experts in log.requests) == stats.requests
     assert log.misses == stats.misses > 0
 
 
+def test_contenders_that_share_an_engine_do_not_mind(model: str) -> None:
+    """Three in turn on one engine against each on its own: the same texts in as many rounds."""
+    base = EngineConfig(model=model, link=FAST, threads=1, cache=CacheBudget(slots=4), prefetch="none")
+    contenders = [
+        Contender("lookahead", base, 3),
+        Contender("own KV", base, 3, around=separate_kv),
+        Contender("lru", dataclasses.replace(base, policy="lru"), 3),
+        Contender("lookahead again", base, 3),
+    ]
+    options = GenerationConfig(max_new_tokens=12)
+    together = measure_all(contenders, options, 1, lambda line: None)
+    for contender in contenders:
+        for one, other in zip(together[contender.name], measure(contender, options), strict=True):
+            assert one["token_ids"] == other["token_ids"] and one["rounds"] == other["rounds"]
+    assert together["lookahead"][0]["rounds"] == together["lookahead again"][0]["rounds"]
+
+
 def test_misled_prefetches_are_wasted_and_the_text_stays(model: str) -> None:
     text, right = run(model, prefetch="draft")
-    misled_text, misled = run(model, corrupt_predictions(0.75), prefetch="draft")
+    misled_text, misled = run(model, partial(corrupted_predictions, share=0.75), prefetch="draft")
     assert text == misled_text
     assert misled["wasted_share"] > right["wasted_share"]
     assert misled["mean_acceptance_length"] == right["mean_acceptance_length"]
-    assert run(model, corrupt_predictions(0.0), prefetch="draft")[0] == text
+    assert run(model, partial(corrupted_predictions, share=0.0), prefetch="draft")[0] == text
 
 
 @pytest.mark.parametrize("draft", ["self-int8", "self-int2"])
