@@ -25,8 +25,8 @@ TOKENS, FEW = 24, 6
 PROMPT = PROMPTS[:3]
 
 
-def load(model, **more) -> Engine:
-    return Engine.load(EngineConfig(model=str(model.directory), link=LinkConfig("host"), **more))
+def load(model, device: str = "cpu", **more) -> Engine:
+    return Engine.load(EngineConfig(model=str(model.directory), link=LinkConfig("host"), device=device, **more))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_misses_are_dealt_to_whoever_is_done_first(compute: float, fetch: float)
 def test_every_tensor_is_on_the_device_where_it_belongs(misses, prefetch, draft, model, expected, monkeypatch):
     """The whole engine on a device that refuses tensors of main memory; three sequences of different lengths."""
     with nothing_left(), stand_in_cuda(monkeypatch) as runtime:
-        engine = load(model, misses=misses, prefetch=prefetch, draft=draft, cache=CacheBudget(slots=3))
+        engine = load(model, "auto", misses=misses, prefetch=prefetch, draft=draft, cache=CacheBudget(slots=3))
         recording = record(engine, list(PROMPT), max_new_tokens=FEW, k=3)
         check_idle(engine)
         assert engine.loaded.device == DEVICE
@@ -129,10 +129,25 @@ def test_the_stand_in_tells_tensors_of_two_devices_apart(monkeypatch):
             away + here
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("misses", MISSES)
+def test_a_real_device(misses: str, model, expected):
+    """Where there is one: the same text, and in each slot the very bytes of its expert."""
+    engine = load(model, "cuda", misses=misses, cache=CacheBudget(slots=3))
+    recording = record(engine, list(PROMPT), max_new_tokens=TOKENS, k=3)
+    check_idle(engine)
+    for layer, shelf in enumerate(engine.cache._shelves):
+        for expert, slot in shelf.by_expert.items():
+            assert torch.equal(slot.flat.view(torch.uint8).cpu(), engine.loaded.source.expert(layer, expert))
+    engine.close()
+    assert recording.ids == expected
+    assert recording.results[0]["config"]["link_label"] == "pinned host memory to cuda:0"
+
+
 def test_copies_wait_for_the_computation_and_are_timed_by_their_own_events(model, monkeypatch):
     """What `CudaStream` asks of CUDA, in order: wait for the fence of the request, then an event before and after."""
     with stand_in_cuda(monkeypatch) as runtime:
-        engine = load(model, misses="fetch")
+        engine = load(model, "cuda", misses="fetch")
         runtime.log.clear()
         record(engine, [PROMPTS[0]], max_new_tokens=4, k=2)
         engine.close()
@@ -147,7 +162,7 @@ def test_copies_wait_for_the_computation_and_are_timed_by_their_own_events(model
 
 def test_memory_that_cannot_be_pinned_is_said(model, expected, monkeypatch, caplog):
     with stand_in_cuda(monkeypatch, refuse=2) as runtime, caplog.at_level(logging.WARNING):
-        engine = load(model)
+        engine = load(model, "cuda:0")
         recording = record(engine, list(PROMPT), max_new_tokens=FEW, k=3)
         report = format_doctor(examine())
         engine.close()
