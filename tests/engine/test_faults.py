@@ -365,6 +365,21 @@ def test_loading_fails_at_any_read(tiny_model, reference, tmp_path, monkeypatch)
             engine.close()
 
 
+@pytest.mark.parametrize(("link", "workers"), [(DISK, 2), (EMULATED, 1)])
+def test_no_thread_can_be_started(link: str, workers: int, tiny_model, monkeypatch):
+    config = EngineConfig(model=str(tiny_model("qwen3_moe").directory), link=LinkConfig.parse(link))
+    honest = threading.Thread.start
+    for n in range(workers):
+        start = NthCall(honest, n, raising(RuntimeError("can't start new thread")))
+        with nothing_left(), monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", lambda thread, start=start: start(thread))
+            with pytest.raises(
+                TransferError, match=r"threads could not be started \(can't start new thread\): end other"
+            ):
+                Engine.load(config)
+        assert start.calls == n + 1
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not say what is mapped")
 def test_no_weight_is_a_view_of_the_file(embedded_model):
     """A weight in the stored dtype could be: then a shard that is cut off kills the process (SIGBUS)."""
