@@ -365,4 +365,6 @@ def _one_line(result: dict[str, Any]) -> str:
         parts.append(f"{(result['experts']['hits'] + result['experts']['late']) / requests:.0%} of experts foreseen")
     if result["overlap"] is not None:
         parts.append(f"{result['overlap']:.0%} of transfer time hidden")
+    if result["draft_alarm"] is not None:
+        parts.append(result["draft_alarm"])
     return " · ".join(parts)

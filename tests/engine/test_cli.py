@@ -264,6 +264,18 @@ def test_a_reader_that_leaves_early(model: str, cache):
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
+def test_a_draft_that_is_never_right_is_told(tiny_model, dense_model, capsys):
+    """Two random models agree on nothing."""
+    target, draft = tiny_model("mixtral").directory, dense_model.directory
+    options = ["--prompt=Hello", "--max-new-tokens=48", "--k=2", f"--model={target}", f"--draft=model:{draft}"]
+    assert main(["generate", *options]) == 0
+    assert "switched off: 0 of 31 first tokens" in capsys.readouterr().err
+    assert main(["generate", "--json", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "switched off: 0 of 31 first tokens" in result["draft_alarm"]
+    assert (result["rounds"], result["acceptance_rate"]) == (48, 0.0)
+
+
 def test_a_fresh_process_says_one_line(dense_model, cache):
     """Nothing that libraries log while they are imported comes between."""
     done = _shell(f"ENGINE generate --model '{dense_model.directory}' --prompt Hello")
