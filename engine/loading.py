@@ -115,7 +115,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
             f"{need} bytes ({need / 2**20:.1f} MiB, one slot in each of {table.layers} layers)"
         )
     tokenizer = load_tokenizer(directory)
-    draft_model = _draft_model(config, tokenizer, kernels, progress)
+    draft_model = _draft_model(config, tokenizer, device, kernels, progress)
     probe = RouterProbe(skeleton)
     if config.prefetch == "next-layer" and not probe.available:
         raise ModelError("this model's routers do not hand out their choice: use --prefetch draft or none")
@@ -178,14 +178,18 @@ def _pack(
 
 
 def _draft_model(
-    config: EngineConfig, tokenizer: PreTrainedTokenizerBase, kernels: frozenset[str], progress: Progress
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    kernels: frozenset[str],
+    progress: Progress,
 ) -> DraftModel | None:
     """The small model that drafts, if one does."""
     small = draft_model_id(config.draft)
     if small is None:
         return None
     progress("draft model", 0, 0)
-    return load_draft_model(resolve_directory(small), getattr(torch, config.dtype), tokenizer, kernels)
+    return load_draft_model(resolve_directory(small), getattr(torch, config.dtype), device, tokenizer, kernels)
 
 
 def _choose_kernels(config: EngineConfig, threads: int) -> frozenset[str]:

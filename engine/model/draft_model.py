@@ -30,9 +30,13 @@ class DraftModel:
 
 
 def load_draft_model(
-    directory: Path, dtype: torch.dtype, target: PreTrainedTokenizerBase, kernels: frozenset[str]
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: PreTrainedTokenizerBase,
+    kernels: frozenset[str],
 ) -> DraftModel:
-    """Load a checkpoint of any architecture with attention in every layer, dense or not, in `dtype`.
+    """Load a checkpoint of any architecture with attention in every layer, dense or not, in `dtype` onto `device`.
 
     `target` is the tokenizer whose ids it must share; `kernels` names those of KERNELS that compute here. Raises
     ModelError before any weight is read when it cannot draft for this target, CheckpointError when weights lack.
@@ -48,7 +52,7 @@ def load_draft_model(
             "of two models?"
         )
     probe(empty, [])
-    model = _load(directory, dtype)
+    model = _load(directory, dtype, device)
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     if "linear" in kernels:
         use_kernels(model)
@@ -57,7 +61,7 @@ def load_draft_model(
     return DraftModel(runner, config.vocab_size, context, sum(weights.values()), _kv_nbytes(runner))
 
 
-def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -68,7 +72,7 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     if missing := sorted(info["missing_keys"]):
         # transformers would draft with random weights in their place.
         raise CheckpointError(f"{directory.name} lacks {missing[0]}: incomplete download? Fetch it again")
-    return model.eval()
+    return model.to(device).eval()
 
 
 def _kv_nbytes(runner: ModelRunner) -> int:
