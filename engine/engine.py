@@ -12,8 +12,8 @@ import torch
 from engine import events
 from engine.calibration import measure_kv_bytes, measure_layer_seconds
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock
-from engine.control.cycle import Memory, Observation
 from engine.control.governor import Choice, Governor
+from engine.control.observation import Memory, Observation
 from engine.control.presets import emulated_gbps, find_preset
 from engine.errors import Cancelled, EngineError, one_line
 from engine.events import Event
@@ -264,7 +264,6 @@ class Engine:
         observation = Observation(
             k=draft.k,
             prefetch=self.prefetches(run) and draft.k > 0,
-            draft_passes=self.passes.draft_passes,
             draft_seconds=(first.draft_end - first.start) / 1e9,
             verify_seconds=(first.verify_end - first.verify_start - first.stall_ns) / 1e9,
             stall_seconds=first.stall_ns / 1e9,

@@ -22,7 +22,6 @@ class PassObserver:
         self.prefetcher: Prefetcher | None = None
         self.routes: dict[int, list[list[int]]] = {}
         self.gates: dict[int, list[list[float]]] = {}
-        self.draft_passes = 0
         self._recorder: Recorder | None = None
         self._cache: ExpertCache | None = None
         self._lane = ""
@@ -38,7 +37,6 @@ class PassObserver:
         """A draft starts, or a target pass over rows[b] tokens of each sequence b."""
         self._lane = lane
         if lane == "draft":
-            self.draft_passes = 0
             assert self._cache is not None
             self._resident = [set(experts) for experts in self._cache.resident()]
         else:
@@ -64,7 +62,6 @@ class PassObserver:
 
     def token_drafted(self, position: int) -> None:
         """Draft pass `position` of this round is done."""
-        self.draft_passes = position + 1
         self._slice("token", -1, 1)
 
     def end(self) -> None:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import events
 from engine.config import KERNELS
-from engine.control.cycle import Observation
 from engine.control.governor import Choice
+from engine.control.observation import Observation
 from engine.control.presets import find_preset
 from engine.kernels.native import Absent, native
 from engine.offload.emulated import EmulatedLink

@@ -2,144 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from engine.control.corrections import Correction, Pace
 from engine.control.estimators import Ema, LoadEstimator, RunningLine
+from engine.control.observation import Arm, Memory, Observation
 from engine.control.roofline import CycleCosts, cycle_seconds
 
 
-class Arm(NamedTuple):
-    """What the governor decides for a round: the draft length, and whether the draft's routes start transfers."""
-
-    k: int
-    prefetch: bool
-
-    def __str__(self) -> str:
-        return f"k = {self.k}" + (" with prefetch" if self.prefetch else "")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The offloaded side: `transfer_seconds` of one expert over the link, `slots` of the cache over all layers."""
-
-    transfer_seconds: float
-    slots: int
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one round cost and brought. Times in seconds.
-
-    `draft_seconds` and `verify_seconds` exclude waiting (`stall_seconds`); `seconds` is everything since the round
-    before; `lengths` holds (verified, accepted) of each sequence; `tokens` were emitted by all of them.
-    `wanted[r-1]` and `misses[r-1]` as LoadEstimator.observe.
-    """
-
-    k: int
-    prefetch: bool
-    draft_passes: int
-    draft_seconds: float
-    verify_seconds: float
-    stall_seconds: float
-    seconds: float
-    tokens: int
-    lengths: list[tuple[int, int]]
-    wanted: list[int]
-    misses: list[int]
-
-    @property
-    def compute_seconds(self) -> float:
-        return self.draft_seconds + self.verify_seconds
-
-    @property
-    def overhead_seconds(self) -> float:
-        """All but computing and waiting."""
-        return self.seconds - self.compute_seconds - self.stall_seconds
-
-
-#: Measurements further from what is usual, as logs, count as hiccups of the machine: a factor of 1.35.
-HICCUP = 0.3
-
-
-class Correction:
-    """How far measured cycles are from predicted ones, as a smooth function of k.
-
-    Neighbours inform each other: a k that was tried once, in a noisy moment, must not make a spike. But plain
-    decoding, drafting, and drafting with prefetch stand apart: what misleads the model of one (a prefetch that
-    hides less than it should, say) is absent from the others.
-    """
-
-    #: How fast an observation loses weight with the distance in log(k + 1), and how many count at most.
-    REACH, MOST = 0.4, 8
-    #: Observations that say 1, so that a single one is not believed in full.
-    PRIOR = 0.25
-    #: How far a measured cycle may correct a predicted one.
-    LOW, HIGH = 0.25, 4.0
-
-    def __init__(self, k_limit: int) -> None:
-        self._seen = [Ema(reach=HICCUP) for _ in range(k_limit + 1)]
-        # Sums over the k that were seen, kept for each k that may be asked: asking is what every round does most.
-        self._weights = [0.0] * (k_limit + 1)
-        self._values = [0.0] * (k_limit + 1)
-
-    def add(self, k: int, measured_over_predicted: float) -> None:
-        ema = self._seen[k]
-        old_weight, old_value = min(ema.count, self.MOST), ema.get(0.0)
-        ema.add(math.log(min(max(measured_over_predicted, self.LOW), self.HIGH)))
-        weight, value = min(ema.count, self.MOST), ema.get(0.0)
-        for near in range(1, len(self._seen)) if k else (0,):
-            closeness = math.exp(-abs(math.log((near + 1) / (k + 1))) / self.REACH)
-            self._weights[near] += (weight - old_weight) * closeness
-            self._values[near] += (weight * value - old_weight * old_value) * closeness
-
-    def weight(self, k: int) -> float:
-        """How many observations, here and nearby, stand behind the factor."""
-        return self._weights[k]
-
-    def __call__(self, k: int) -> float:
-        """The factor for predictions at k; 1 before any observation."""
-        return math.exp(self._values[k] / (self._weights[k] + self.PRIOR))
-
-
 class ComputeCosts:
-    """Seconds of compute at the machine's usual speed: a draft pass, and a verification of r rows."""
+    """Seconds of compute at the machine's usual speed: a draft token, and a verification of r rows."""
 
     def __init__(self) -> None:
-        self.draft_pass = Ema()
+        self.draft_token = Ema()
         self.verify = RunningLine()
-
-
-class Pace:
-    """How much slower the processor computes now than usual, from arms compared with themselves.
-
-    Comparing with what a model predicts would take the model's errors for the machine's.
-    """
-
-    #: How much of an arm's deviation from itself is believed at once, and how fast its own past follows.
-    WEIGHT, REFERENCE_WEIGHT = 0.2, 0.05
-
-    def __init__(self) -> None:
-        self._log = 0.0
-        self._references: dict[Arm, Ema] = {}
-
-    def observe(self, arm: Arm, compute_seconds: float) -> None:
-        """A round with `arm` computed that long."""
-        if compute_seconds <= 0:
-            return
-        reference = self._references.setdefault(arm, Ema(self.REFERENCE_WEIGHT, HICCUP))
-        measured = math.log(compute_seconds)
-        surprise = measured - self._log - reference.get(measured - self._log)
-        surprise = min(max(surprise, -HICCUP), HICCUP)
-        self._log += self.WEIGHT * reference.count / (reference.count + 2) * surprise
-        reference.add(measured - self._log)
-
-    @property
-    def slower(self) -> float:
-        """The factor for seconds of compute."""
-        return math.exp(self._log)
 
 
 class CycleModel:
@@ -174,8 +50,8 @@ class CycleModel:
         self._pace.observe(arm, seen.compute_seconds)
         usual = 1 / self._pace.slower
         costs = self._costs[arm.prefetch]
-        if seen.draft_passes:
-            costs.draft_pass.add(seen.draft_seconds / seen.draft_passes * usual)
+        if seen.k:
+            costs.draft_token.add(seen.draft_seconds / seen.k * usual)
         costs.verify.add(seen.k + 1, seen.verify_seconds * usual)
         self._overhead.add(seen.k + 1, seen.overhead_seconds * usual)
         self.loads.observe(seen.wanted, seen.misses)
@@ -201,8 +77,8 @@ class CycleModel:
         verify = own.verify(k + 1) or other.verify(k + 1)
         if k == 0:
             return 0.0, verify
-        a_pass = own.draft_pass.get(other.draft_pass.get(other.verify(1) or own.verify(1)))
-        return k * a_pass, verify
+        a_token = own.draft_token.get(other.draft_token.get(other.verify(1) or own.verify(1)))
+        return k * a_token, verify
 
     def _raw(self, ks: Sequence[int], prefetch: bool, memory: Memory) -> list[float]:
         """Before the correction."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.control.cycle import Arm, CycleModel, Memory, Observation
+from engine.control.cycle import CycleModel
 from engine.control.estimators import AcceptanceEstimator
+from engine.control.observation import Arm, Memory, Observation
 from engine.control.probes import Probes
 from engine.control.roofline import rate
 

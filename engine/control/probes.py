@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from engine.control.cycle import Arm
+from engine.control.observation import Arm
 
 # Rounds between two probes; doubled after a probe that brings nothing new.
 FIRST_INTERVAL, LONGEST_INTERVAL = 4, 48

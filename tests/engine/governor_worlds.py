@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine.control.cycle import Arm, Memory, Observation
 from engine.control.governor import Choice, Governor
+from engine.control.observation import Arm, Memory, Observation
 
 K_MAX, EXPERTS, TOP_K, LAYERS = 16, 16, 2, 8
 #: Seconds for which something else takes the processor.
@@ -96,7 +96,6 @@ class World:
         return Observation(
             k=arm.k,
             prefetch=arm.prefetch,
-            draft_passes=arm.k,
             draft_seconds=draft,
             verify_seconds=verify,
             stall_seconds=stall,

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from engine.control.cycle import Arm, Correction, CycleModel, Memory, Observation, Pace
+from engine.control.corrections import Correction, Pace
+from engine.control.cycle import CycleModel
 from engine.control.estimators import (
     PRIOR_ACCEPTANCE,
     AcceptanceEstimator,
@@ -17,6 +18,7 @@ from engine.control.estimators import (
     RowCurve,
     RunningLine,
 )
+from engine.control.observation import Arm, Memory, Observation
 from engine.control.presets import PRESETS, emulated_gbps, find_preset
 from engine.control.roofline import CycleCosts, cycle_seconds, rate
 from engine.errors import UsageError
@@ -191,7 +193,7 @@ def test_cycles_are_predicted_from_what_few_rounds_cost():
     for k in (4, 0, 4, 0):
         loads = [4 * rows for rows in range(1, k + 2)]
         model.observe(
-            Observation(k, False, k, 2.0 * k, 6.0 + k, 2.0 * (k + 1), seconds(k), k + 1, [(k, k)], loads, loads),
+            Observation(k, False, 2.0 * k, 6.0 + k, 2.0 * (k + 1), seconds(k), k + 1, [(k, k)], loads, loads),
             memory,
         )
     for k, predicted in zip(range(17), model.seconds(range(17), False, memory), strict=True):

@@ -9,8 +9,8 @@ from statistics import mean
 import pytest
 from governor_worlds import EXPERTS, K_MAX, TOP_K, World, disturbed, drawn, play, wandering
 
-from engine.control.cycle import Arm, Memory
 from engine.control.governor import PLAIN, Governor
+from engine.control.observation import Arm, Memory
 
 #: Worlds with one thing that matters each.
 #: A draft that is never right; with a cheap one, fetching the newest token's experts early would pay all the same.
