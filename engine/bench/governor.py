@@ -183,10 +183,10 @@ def _take_turns(engine: Engine, workload: Workload, contenders: list[Contender],
 
 
 def _prediction_errors(heard: list[events.Event]) -> Iterator[float]:
-    """|predicted / measured - 1| of each round that drafted what was chosen (a text's last one may not)."""
+    """|predicted / measured - 1| of each round, for the k that was drafted (at a text's end less than was chosen)."""
     choices = {event.round: event for event in heard if isinstance(event, events.GovernorChoice)}
     for point in heard:
-        if isinstance(point, events.RooflinePoint) and choices[point.round].k == point.k:
+        if isinstance(point, events.RooflinePoint):
             predicted = choices[point.round].predicted_seconds[point.k]
             if predicted:  # nothing is predicted before the first round
                 yield abs(predicted / point.seconds - 1)

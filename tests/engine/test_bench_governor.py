@@ -69,7 +69,7 @@ def test_ratios_follow_from_paired_runs(report: dict, runs: list[Contender]):
         for key, other in (("ratio", row["best"]), ("ratio_to_plain", "k = 0")):
             pairs = zip(final["auto"].rates, final[other].rates, strict=True)
             assert row[key] == pytest.approx(median(a / b for a, b in pairs))
-        assert row["prediction_error"] == median(final["auto"].errors) and len(final["auto"].errors) > 4
+        assert row["prediction_error"] == median(final["auto"].errors) and len(final["auto"].errors) >= 4
 
 
 def test_three_bars_a_workload(report: dict):
