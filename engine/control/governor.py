@@ -89,7 +89,8 @@ class Governor:
         if len(arms) == 1:
             return arms[0], False, f"nothing but {arms[0]} to choose from"
         while self._calibration:
-            arm = self._calibration.popleft()
+            k, prefetch = self._calibration.popleft()
+            arm = Arm(min(k, max(arms).k), prefetch)
             if arm in arms:
                 return arm, True, f"measuring a round with {arm} first"
         best = max(arms, key=lambda arm: rates[arm])

@@ -172,6 +172,16 @@ def test_without_a_drafter_nothing_is_drafted():
         assert (choice.k, choice.prefetch, choice.reason) == (0, False, "no drafter: plain decoding")
 
 
+@pytest.mark.parametrize(("k_max", "first"), [(2, 2), (16, 4)])
+def test_it_first_measures_a_draft_with_prefetch_one_without_and_none(k_max: int, first: int):
+    choices = play(USUAL, k_max=k_max, rounds=3).choices
+    assert [(choice.k, choice.prefetch, choice.probing) for choice in choices] == [
+        (first, True, True),
+        (first, False, True),
+        (0, False, True),
+    ]
+
+
 def test_choices_never_exceed_k_max():
     governor, draw = Governor(K_MAX, EXPERTS, TOP_K), random.Random(0)
     for number in range(200):
