@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
 from engine.report import link_info, machine_info
+from engine.speculation.drafters import self_draft_bits
 
 OURS = "speculation and prefetch"
 SAME_CACHE = "(a) on-demand LRU, k = 0, same cache"
@@ -82,14 +83,14 @@ def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
 
 
 def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A short run over one prompt for each draft that leaves room for a cache, with each of TRIAL_K.
+    """A short run over one prompt for each quantized draft that leaves room for a cache, with each of TRIAL_K.
 
     `slots` is how many experts the cache holds, of all layers together.
     """
     trials = []
     for draft in DRAFTS:
         split = split_memory(config, draft, LIMIT)
-        if draft == "none" or split.slots < split.layers:
+        if self_draft_bits(draft) is None or split.slots < split.layers:
             continue
         engine = Engine.load(_ours(config, draft, split))
         try:
