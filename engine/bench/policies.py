@@ -31,6 +31,8 @@ LIMIT = 0.5
 #: What the trial tries, with each draft that leaves room for a cache.
 TRIAL_K = (8, K_LIMIT)
 TRIAL_TOKENS = 40
+#: A draft that is slower than this share of the best so far is not tried with another k.
+HOPELESS = 0.6
 
 
 def policies_suite(
@@ -83,11 +85,11 @@ def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
 
 
 def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A short run over one prompt for each quantized draft that leaves room for a cache, with each of TRIAL_K.
+    """A short run over one prompt for each quantized draft that leaves room for a cache, with those of TRIAL_K that may win.
 
     `slots` is how many experts the cache holds, of all layers together.
     """
-    trials = []
+    trials: list[dict[str, Any]] = []
     for draft in DRAFTS:
         split = split_memory(config, draft, LIMIT)
         if self_draft_bits(draft) is None or split.slots < split.layers:
@@ -105,6 +107,8 @@ def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[st
                     "tokens_per_round": result["new_tokens"] / result["rounds"],
                 })  # fmt: skip
                 say(f"trial: {draft}, k = {k}: {result['decode_tok_s']:.2f} tokens/s")
+                if trials[-1]["tokens_per_s"] < HOPELESS * max(trial["tokens_per_s"] for trial in trials):
+                    break
         finally:
             engine.close()
             del engine

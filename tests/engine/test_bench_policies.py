@@ -59,7 +59,7 @@ def test_the_policies_report(report: dict) -> None:
         shares = [row[name] for name in ("hit_rate", "late_rate", "miss_rate")]
         assert (row["name"] == TRANSFORMERS) == (shares == [None] * 3)
         assert row["name"] == TRANSFORMERS or sum(shares) == pytest.approx(1)
-    assert by_name[OURS]["tokens_per_round"] > 1 == by_name[names[0]]["tokens_per_round"]
+    assert by_name[OURS]["tokens_per_round"] >= 1 == by_name[names[0]]["tokens_per_round"]
     asked = [bar["bar"] for bar in report["bars"][:5]]
     assert asked == [2.0, 1.3, 10.0, 0.20, 0.15]
     assert bars(report)["times " + names[1]]["value"] == pytest.approx(
