@@ -22,6 +22,7 @@ from engine.bench.policies import OURS, TRANSFORMERS, format_policies, policies_
 from engine.bench.prompts import PROMPTS
 from engine.bench.transformers_decode import Outcome, expert_map, run_disk_offload, run_transformers
 from engine.bench.wrong_ways import corrupted_predictions, separate_kv
+from engine.cli import main
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.engine import Engine
 from engine.offload.slots import slot_nbytes
@@ -144,6 +145,18 @@ def test_no_policy_beats_belady(ablated: dict) -> None:
     for row in others:
         assert bound["loads_per_token"] <= row["loads_per_token"] <= row["requests_per_token"]
         assert row["over_bound"] == pytest.approx(row["loads_per_token"] / bound["loads_per_token"])
+
+
+@pytest.mark.parametrize("suite", ["policies", "ablations"])
+def test_the_command_line_prints_the_report(suite: str, report: dict, ablated: dict, monkeypatch, capsys) -> None:
+    module, expected = (policies, report) if suite == "policies" else (ablations, ablated)
+    asked = []
+    monkeypatch.setattr(module, f"{suite}_suite", lambda *arguments: asked.append(arguments[1:3]) or expected)
+    assert main(["bench", "--suite", suite, "--max-new-tokens", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["bench", "--suite", suite, "--repeats", "3"]) == 0
+    assert expected["rows"][0]["name"] in capsys.readouterr().out
+    assert asked == [(7, 1), (96, 3)]
 
 
 def exhaustive(requests: list, slots: int) -> int:
