@@ -85,7 +85,7 @@ def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
 
 
 def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A short run over one prompt for each quantized draft that leaves room for a cache, with those of TRIAL_K that may win.
+    """A short run over one prompt for each quantized draft that leaves room for a cache, with TRIAL_K while it may win.
 
     `slots` is how many experts the cache holds, of all layers together.
     """
