@@ -348,6 +348,13 @@ class Engine:
         """Rows of the output head: as many ids as it has tokens, or a few more."""
         return self.loaded.runner.config.vocab_size
 
+    @property
+    def draft_nbytes(self) -> int:
+        """Bytes of fast memory for whoever drafts, whatever the run: a quantized copy of the experts, or a model."""
+        small = self.loaded.draft_model
+        copied = self.draft_experts.nbytes if self.draft_experts is not None else 0
+        return copied + (small.weight_nbytes if small is not None else 0)
+
     def prefetches(self, run: Run) -> bool:
         """Whether the draft's routes start transfers."""
         return self.prefetcher.source == "draft" and run.drafter.routes

@@ -96,7 +96,7 @@ def _contenders(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any], lis
         slots = probe.cache.slots_per_layer
         experts = probe.loaded.source.table.experts
         slot_bytes = probe.cache.capacity_nbytes / slots
-        draft_bytes = probe.draft_experts.nbytes if probe.draft_experts else 0
+        draft_bytes = probe.draft_nbytes
         more = min(slots + math.ceil(draft_bytes / slot_bytes), experts)
     finally:
         probe.close()
