@@ -10,7 +10,7 @@ from engine.errors import UsageError
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor and its memory: dense `tflops` in 16 bits (TFLOP/s), `memory_gbps` (GB/s), `memory_gib` (2³⁰ bytes)."""
+    """A processor and its memory: dense `tflops` (10¹²/s), `memory_gbps` (10⁹ bytes/s), `memory_gib` (2³⁰ bytes)."""
 
     tflops: float
     memory_gbps: float

@@ -35,35 +35,32 @@ class RoofPoint:
         return self.tflops / self.peak
 
 
-def place(phase: str, where: str, processor: Processor, work: Work, link_gbps: float | None, moved: float) -> RoofPoint:
-    """The point of `work` on `processor` when `moved` bytes come over the link first (0: none)."""
+def place(hardware: HardwareProfile, phase: str, where: str, work: Work, moved: float = 0.0) -> RoofPoint:
+    """The point of `work` on the gpu or cpu when `moved` bytes come over the link (or from disk) first."""
+    processor = hardware.cpu if where == "cpu" else hardware.fast
     intensity = work.flops / work.moved
-    over_link = work.flops / moved if moved and link_gbps else None
-    roofs = {
-        "arithmetic": processor.tflops,
-        f"{where} memory": processor.memory_gbps * intensity / 1e3,
-    }
-    if over_link is not None and link_gbps is not None:
-        roofs["the link"] = link_gbps * over_link / 1e3
+    over_link = work.flops / moved if moved else None
+    roofs = {"arithmetic": processor.tflops, f"{where} memory": processor.memory_gbps * intensity / 1e3}
+    if over_link is not None:
+        roofs[f"the {hardware.slow_lane}"] = hardware.slow_gbps * over_link / 1e3
     binds = min(roofs, key=lambda roof: roofs[roof])
     return RoofPoint(phase, where, intensity, over_link, roofs[binds], processor.tflops, binds)
 
 
 def roof_points(hardware: HardwareProfile, model: ModelProfile, work: Workload, routing: Routing) -> list[RoofPoint]:
     """Draft, verifying attention on either side, projections, and the experts as they cross the link."""
-    fast, link = hardware.fast, hardware.slow_gbps
     lane = hardware.fast_lane
     attention = attention_work(model, work.rows, work.batch, work.context)
     experts = experts_work(model, work.rows, routing.distinct(work.rows))
     draft = weights(small_draft(model).params, 16, work.batch)
     points = [
-        place("draft", lane, fast, draft, None, 0.0),
-        place("verify attention", "cpu", hardware.cpu, attention, None, 0.0),
-        place("projections", lane, fast, shared_work(model, work.rows), None, 0.0),
-        place("experts", lane, fast, experts, link, experts.moved),
+        place(hardware, "draft", lane, draft),
+        place(hardware, "verify attention", "cpu", attention),
+        place(hardware, "projections", lane, shared_work(model, work.rows)),
+        place(hardware, "experts", lane, experts, experts.moved),
     ]
     if hardware.gpu:
-        points.insert(2, place("verify attention, moved", "gpu", hardware.gpu, attention, link, attention.moved))
+        points.insert(2, place(hardware, "verify attention, moved", "gpu", attention, attention.moved))
     return points
 
 

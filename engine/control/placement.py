@@ -53,8 +53,8 @@ def cache_slots(hardware: HardwareProfile, model: ModelProfile, workload: Worklo
     if slots < 1:
         one = (fixed + model.moe_layers * model.expert_bytes) / GIB
         raise BudgetError(
-            f"{one:.1f} GiB of fast memory are needed for one expert a layer, shared weights {model.shared_bytes / GIB:.1f}"
-            f" and draft {draft_bytes / GIB:.1f} included; there are {hardware.fast.memory_gib:g}"
+            f"{one:.1f} GiB of fast memory are needed for one expert a layer beside shared weights, draft"
+            f" ({draft_bytes / GIB:.1f}) and KV; there are {hardware.fast.memory_gib:g}"
         )
     return min(slots, model.experts)
 

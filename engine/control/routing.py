@@ -47,16 +47,18 @@ class RecordedRouting:
         if not layers or not all(layers) or not all(all(tokens) for tokens in layers):
             raise UsageError("a recorded routing needs at least one layer, one token and one expert a token")
         self._layers = [[tuple(token) for token in tokens] for tokens in layers]
+        self.top_k = len(self._layers[0][0])
+        self.highest = max(expert for tokens in self._layers for token in tokens for expert in token)
 
     @classmethod
     def from_trace(cls, path: Path) -> RecordedRouting:
-        """The routing of the tokens that a run emitted (`generate --trace FILE`). Raises UsageError."""
+        """The routing of the first sequence that a run emitted (`generate --trace FILE`). Raises UsageError."""
         tokens: list[list[list[int]]] = []
         try:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
                     event: dict[str, Any] = json.loads(line)
-                    if event.get("kind") == "round":
+                    if event.get("kind") == "round" and event["sequence"] == 0:
                         tokens += [token["experts"] for token in event["tokens"] if token["experts"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"cannot read the routing of {path}: {error}; give a file that --trace wrote") from error

@@ -30,7 +30,9 @@ class Task:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise UsageError(f"task {self.name!r} takes {self.seconds} seconds: give a finite time that is not negative")
+            raise UsageError(
+                f"task {self.name!r} takes {self.seconds} seconds: give a finite time that is not negative"
+            )
 
 
 class Plan:

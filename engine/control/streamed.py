@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from engine.control.iteration import Hops, Iteration
 from engine.control.simulator import Plan, simulate
 
-#: The steady state: the second iteration already finds its first layers' weights loaded, the third ends it.
-ROUNDS = 3
+#: The steady state is measured in the third of four: before it the pipeline has filled, after it the link goes on.
+ROUNDS, MEASURED = 4, 2
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def stream_iteration(costs: StreamCosts) -> Iteration:
         after = [plan.add("others", costs.fast_lane, costs.others, after)]
         ends.append(after[0])
     schedule = simulate(plan.tasks)
-    begin, end = schedule.end[ends[-2]], schedule.end[ends[-1]]
-    target = schedule.end[targets[-1]] - begin
+    begin, end = schedule.end[ends[MEASURED - 1]], schedule.end[ends[MEASURED]]
+    target = schedule.end[targets[MEASURED]] - begin
     seconds = end - begin
     busy = {lane: worked / seconds for lane, worked in schedule.busy(begin, end).items()}
     return Iteration(seconds, target, seconds - target - costs.others, busy)

@@ -60,7 +60,7 @@ def _phi() -> list[Row]:
         Row(source, "MoE-SpeQ", "ms/token", 163.1, None, SPECULATIVE,
             f"{UNIONS}; with uniform routing, 17 rows want nearly all 16 experts of every layer", ours),
         Row(source, "Transformers", "ms/token", 960.5, None, f"{PLAIN}, nothing resident",
-            "missing: what of the model its device map left on the GPU, and the rate of its copies from pageable memory",
+            "missing: what its device map left on the GPU, and the rate of its copies from pageable memory",
             _milliseconds(name, 0)),
     ]  # fmt: skip
 
@@ -128,8 +128,12 @@ def _memory() -> list[Row]:
     kv = 12 * 1024 * model.kv_bytes() / GIB
     other = model.shared_bytes / GIB - experts
     inputs = "config; 4 experts a layer, as many as a token needs (inferred), INT4 group 128; 12,288 tokens"
-    shared = (("nothing", 13.40, 0.0), ("shared experts", 11.85, experts), ("all but routed experts", 9.93, experts + other),
-              ("KV, too", 7.68, experts + other + kv))  # fmt: skip
+    shared = (
+        ("nothing", 13.40, 0.0),
+        ("shared experts", 11.85, experts),
+        ("all weights but routed experts", 9.93, experts + other),
+        ("these and KV", 7.68, experts + other + kv),
+    )
     return [
         Row(source, f"draft and target that share {what}", "GB", paper,
             target + draft + 2 * (experts + other + kv) - once, inputs)

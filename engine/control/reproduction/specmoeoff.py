@@ -51,7 +51,9 @@ def compose(parts: dict[str, float]) -> Iteration:
 def _composed() -> list[Row]:
     """What the simulator makes of the operators' published times; these sums are not among its inputs."""
     measured, estimated = compose(MEASURED), compose(ESTIMATED)
-    inputs = "the table's {} times of CPU attention, GPU MoE, H2D, both parts of the draft, others; 32 layers, 2 micro-batches"
+    inputs = (
+        "the table's {} CPU attention, GPU MoE, H2D, draft parts, others; in a pipeline of 32 layers, 2 micro-batches"
+    )
     inputs_m, inputs_e = inputs.format("measured"), inputs.format("estimated")
     return [
         Row(TABLE, "target", "s", 4.39, measured.target, inputs_m),
@@ -74,11 +76,11 @@ def _operators() -> list[Row]:
         Row(TABLE, "transfer", "s", 3.70, model.experts_bytes / hardware.slow_gbps / 1e9,
             "all experts of Mixtral in 16 bits over table 1's 25 GB/s"),
         Row(TABLE, "CPU attention", "s", 4.29, None, roofs,
-            "missing: what the chunked attention kernel reaches of the CPU's 2.43 TFLOP/s, and the batch of this table; "
+            "missing: what the chunked attention kernel reaches of the CPU's 2.43 TFLOP/s, and this table's batch; "
             "the roofline is a lower bound", attention),
         Row(TABLE, "GPU MoE", "s", 3.53, None, roofs,
-            "missing: what the expert kernels reach of the GPU's 165 TFLOP/s at this batch; the roofline is a lower bound",
-            experts),
+            "missing: what the expert kernels reach of the GPU's 165 TFLOP/s, and this table's batch; "
+            "the roofline is a lower bound", experts),
         Row(TABLE, "iteration, from datasheets alone", "s", 5.05, None, roofs,
             "missing: the same two efficiencies; at the peaks the link binds instead of the CPU", alone.seconds),
     ]  # fmt: skip
@@ -143,9 +145,9 @@ def _memory() -> list[Row]:
             "two layers of Mixtral's experts in 16 bits (that it is a double buffer is inferred)"),
         Row(section, "draft KV beside 142 GB of target KV", "GB", 17.75, 142 * draft.kv_bytes / model.kv_bytes(),
             "one layer with keys and values for all 32 heads (inferred); Mixtral's config"),
-        Row(section, "draft weights", "GB", 1.63, 2 * draft.params / GIB,
+        Row(section, "draft weights", "GB", 1.63, None,
             "a decoder layer of Mixtral's width, as wide as two experts, with embedding and head",
-            "the layout of the EAGLE head's network is not in the paper"),
+            "missing: the layout of the EAGLE head", 2 * draft.params / GIB),
     ]  # fmt: skip
     for name, paper in (("a30", 824), ("4090d", 515)):
         hardware = load_hardware(name)
@@ -163,7 +165,7 @@ def _utilisation() -> list[Row]:
 
     def percent(batch: float, moved_experts: float) -> float:
         work = experts_work(model, batch, moved_experts)
-        point = place("experts", "gpu", hardware.fast, work, hardware.link_gbps, moved_experts * model.expert_bytes)
+        point = place(hardware, "experts", "gpu", work, moved_experts * model.expert_bytes)
         return 100 * point.utilisation
 
     section = "SpecMoEOff, section 3"
