@@ -35,7 +35,7 @@ def shared_work(model: ModelProfile, rows: float) -> Work:
 
 
 def rest_work(model: ModelProfile, rows: float) -> Work:
-    """Once a pass: layers without experts, and the head."""
+    """Once a pass: the weights of the head and of layers without experts (whose attention is not counted)."""
     return weights(model.dense_params + model.head_params, model.other_bits, rows)
 
 

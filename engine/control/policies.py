@@ -81,10 +81,10 @@ def _cached(
 ) -> Outcome:
     fast, rows = hardware.fast, work.rows
     needed = routing.distinct(rows)
-    missing = 1 - routing.hit_share(slots)
+    missing = routing.missing(rows, slots)
     known, plan = 0.0, []
     for number in range(work.k if foretold else 0):
-        more = min(routing.distinct(work.batch * (number + 1)) * missing * foretold, float(slots)) - known
+        more = min(routing.missing(work.batch * (number + 1), slots) * foretold, float(slots)) - known
         plan.append(max(more, 0.0))
         known += plan[-1]
     one = experts_work(model, rows / needed, 1.0)  # its share of the rows
@@ -94,10 +94,10 @@ def _cached(
     costs = CachedCosts(
         layers=model.moe_layers,
         shared=shared_work(model, rows).on(fast) + attention_work(model, rows, work.batch, work.context).on(fast),
-        resident=needed * (1 - missing) * one.on(fast),
+        resident=(needed - missing) * one.on(fast),
         expert=one.on(fast),
         load=expert_hops(hardware, model, model.expert_bytes),
-        asked=needed * missing - known,
+        asked=max(missing - known, 0.0),
         rest=rest_work(model, rows).on(fast),
         passes=work.k,
         draft_layer=drafting + attention_work(model, work.batch, work.batch, work.context).on(fast),

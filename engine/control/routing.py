@@ -19,8 +19,8 @@ class Routing(Protocol):
         """Distinct experts of a layer that `rows` consecutive tokens need."""
         ...
 
-    def hit_share(self, slots: int) -> float:
-        """Share of a token's requests that LRU with `slots` experts a layer finds resident."""
+    def missing(self, rows: float, slots: int) -> float:
+        """Those of them that an LRU of `slots` experts a layer does not hold when the rows come."""
         ...
 
 
@@ -35,9 +35,9 @@ class UniformRouting:
         """N(t) = E(1 - ((E-K)/E)^t) (MoESD, equation 8)."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
 
-    def hit_share(self, slots: int) -> float:
+    def missing(self, rows: float, slots: int) -> float:
         """What is resident says nothing about what comes, so any policy finds the resident share."""
-        return min(slots / self.experts, 1.0)
+        return self.distinct(rows) * max(1 - slots / self.experts, 0.0)
 
 
 class RecordedRouting:
@@ -68,7 +68,7 @@ class RecordedRouting:
 
     def distinct(self, rows: float) -> float:
         """Over all windows of that many tokens; longer than the record counts as the whole record."""
-        window = max(1, min(round(rows), min(len(tokens) for tokens in self._layers)))
+        window = self._window(rows)
         counts = [
             len({expert for token in tokens[at : at + window] for expert in token})
             for tokens in self._layers
@@ -76,17 +76,22 @@ class RecordedRouting:
         ]
         return sum(counts) / len(counts)
 
-    def hit_share(self, slots: int) -> float:
-        """Replays every layer through an LRU of its own."""
-        hits = requests = 0
+    def missing(self, rows: float, slots: int) -> float:
+        """Replays every layer in chunks of that many tokens, through an LRU of its own."""
+        window = self._window(rows)
+        missed = chunks = 0
         for tokens in self._layers:
             kept: OrderedDict[int, None] = OrderedDict()
-            for token in tokens:
-                hits += sum(expert in kept for expert in token)
-                requests += len(token)
-                for expert in token:
+            for at in range(0, len(tokens) - window + 1, window):
+                wanted = [expert for token in tokens[at : at + window] for expert in token]
+                missed += len(set(wanted) - kept.keys())
+                chunks += 1
+                for expert in wanted:
                     kept[expert] = None
                     kept.move_to_end(expert)
                 while len(kept) > slots:
                     kept.popitem(last=False)
-        return hits / requests
+        return missed / chunks
+
+    def _window(self, rows: float) -> int:
+        return max(1, min(round(rows), min(len(tokens) for tokens in self._layers)))

@@ -102,13 +102,14 @@ def test_uniform_routing_by_enumeration():
     exact = sum(len({*a, *b, *c}) for a in sets for b in sets for c in sets) / len(sets) ** 3
     assert routing.distinct(3) == pytest.approx(exact)
     assert routing.distinct(1) == pytest.approx(2)
-    assert (routing.hit_share(1), routing.hit_share(9)) == (0.25, 1)
+    assert (routing.missing(1, 1), routing.missing(1, 9)) == (1.5, 0)
 
 
-def test_uniform_hits_are_those_of_an_lru_on_random_routes():
+@pytest.mark.parametrize("rows", [1, 5])
+def test_uniform_misses_are_those_of_an_lru_on_random_routes(rows: int):
     draw = random.Random(0)
-    tokens = [draw.sample(range(16), 2) for _ in range(6000)]
-    assert RecordedRouting([tokens]).hit_share(6) == pytest.approx(UniformRouting(16, 2).hit_share(6), abs=0.015)
+    tokens = [draw.sample(range(16), 2) for _ in range(8000)]
+    assert RecordedRouting([tokens]).missing(rows, 6) == pytest.approx(UniformRouting(16, 2).missing(rows, 6), rel=0.03)
 
 
 def test_recorded_routing_by_hand():
@@ -116,8 +117,10 @@ def test_recorded_routing_by_hand():
     assert routing.distinct(1) == 2
     assert routing.distinct(2) == pytest.approx((3 + 4 + 2 + 2) / 4)
     assert routing.distinct(3) == routing.distinct(99) == pytest.approx((4 + 2) / 2)
-    assert routing.hit_share(2) == pytest.approx((0 + 1 + 0 + 0 + 2 + 2) / 12)
-    assert routing.hit_share(4) == pytest.approx((0 + 1 + 1 + 0 + 2 + 2) / 12)
+    assert routing.missing(1, 2) == pytest.approx((2 + 1 + 2 + 2 + 0 + 0) / 6)
+    assert routing.missing(1, 4) == pytest.approx((2 + 1 + 1 + 2 + 0 + 0) / 6)
+    assert routing.missing(2, 4) == pytest.approx((3 + 2) / 2)  # a third token fills no chunk
+    assert routing.missing(3, 1) == pytest.approx((4 + 2) / 2)
 
 
 def test_routing_of_a_recorded_run(tmp_path: Path):
@@ -128,8 +131,8 @@ def test_routing_of_a_recorded_run(tmp_path: Path):
     assert (routing.top_k, routing.distinct(1)) == (2, 2)
     uniform = UniformRouting(16, 2)
     assert 2 < routing.distinct(9) < uniform.distinct(9)
-    assert routing.hit_share(4) > uniform.hit_share(4)
-    assert routing.hit_share(2) < routing.hit_share(8) < 1
+    assert routing.missing(1, 4) < uniform.missing(1, 4)
+    assert routing.missing(9, 2) > routing.missing(9, 8) > 0
 
 
 def test_traces_without_routing_are_refused(tmp_path: Path):
