@@ -241,20 +241,28 @@ class Link(ABC):
             self._bury(worker, error)
 
     def _bury(self, worker: Worker, error: BaseException) -> None:
-        """`worker` died outside of a read: end all that is on the link. The next `submit` replaces it."""
-        log.error("a worker of the link died", exc_info=error)
-        reason = f"a worker of the link died ({one_line(error)})"
+        """`worker` died outside of a read: end what it was about, and let another take its place.
+
+        Others may have served that meanwhile. A worker that was about nothing is replaced by the next `submit`, so that
+        no thread dies after the other for ever.
+        """
+        reason = f"a worker of the link died ({one_line(error)}): run it again"
         with self._lock:
-            worker.dead = True
+            about = worker.taken
             if worker.chunk is not None:
                 worker.chunk.transfer.in_flight -= 1
                 worker.chunk = None
-            pending = list(self._active.values())
+            worker.dead = True
+            if about is not None and worker in self._workers and not self._closed:
+                self._workers[self._workers.index(worker)] = Worker(self._work, worker.thread.name)
+            alive = any(not other.dead for other in self._workers)
+            pending = [t for t in self._active.values() if t is about or not alive]
             for transfer in pending:
-                transfer.ending, transfer.error = FAILED, transfer.error or TransferError(f"{reason}: run it again")
+                transfer.ending, transfer.error = FAILED, transfer.error or TransferError(reason)
             ended = [transfer for transfer in pending if self._try_end(transfer)]
         for transfer in ended:
             self._conclude(transfer)
+        log.error("a worker of the link died", exc_info=error)
 
     def _take(self, worker: Worker) -> Chunk | None:
         """The most urgent chunk, waiting for one; None when the worker must end."""
@@ -263,6 +271,7 @@ class Link(ABC):
                 while self._queue:
                     order, transfer = self._queue[0]
                     if order == transfer.order and not transfer.ending and transfer.issued < transfer.nbytes:
+                        worker.taken = transfer
                         worker.chunk, worker.since_ns = self._cut(transfer), time.perf_counter_ns()
                         self._note_pause(transfer, worker.since_ns)
                         transfer.in_flight += 1

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from engine.offload.transfer import Chunk
+from engine.offload.transfer import Chunk, Transfer
 
 #: torch splits larger element-wise work over its thread pool, which is busy computing.
 _CONVERT = 16384
@@ -35,7 +35,7 @@ class Worker:
     """A thread that runs `work(self)`; `chunk` is what it moves, `since_ns` since when.
 
     A disowned worker got stuck in a read: what it brings is ignored, and it ends when it comes back. A dead one ended
-    by an error outside of a read.
+    by an error outside of a read; `taken` is the transfer that it turned to last.
     """
 
     def __init__(self, work: Callable[[Worker], None], name: str) -> None:
@@ -43,6 +43,7 @@ class Worker:
         self.since_ns = 0
         self.disowned = False
         self.dead = False
+        self.taken: Transfer | None = None
         self._staging: torch.Tensor | None = None
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self.thread.start()
