@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,22 +39,37 @@ class Outcome:
 
 
 class _Clock(BaseStreamer):
-    """When the first and the last new token came."""
+    """When each new token came; it stands still while `between` runs, after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[], None]) -> None:
         self.times: list[float] = []
+        self._between = between
+        self._stood_still = 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
+        now = time.perf_counter()
+        self.times.append(now - self._stood_still)
+        self._between()
+        self._stood_still += time.perf_counter() - now
 
     def end(self) -> None:
         pass
 
 
-def run_transformers(config: EngineConfig, max_new_tokens: int, outcome: Outcome, **placement: Any) -> None:
+def _nothing() -> None:
+    pass
+
+
+def run_transformers(
+    config: EngineConfig,
+    max_new_tokens: int,
+    outcome: Outcome,
+    between: Callable[[], None] = _nothing,
+    **placement: Any,
+) -> None:
     """Add one pass of greedy decoding as transformers does it out of the box, timed from the prefill's end.
 
-    `placement` goes to `from_pretrained`: where the weights lie.
+    `placement` goes to `from_pretrained`: where the weights lie. `between` runs after each token, outside of the time.
     """
     directory = resolve_directory(config.model)
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -61,7 +79,7 @@ def run_transformers(config: EngineConfig, max_new_tokens: int, outcome: Outcome
     model.eval()
 
     def generate(prompt: str) -> tuple[list[int], list[float]]:
-        inputs, clock = tokenizer(prompt, return_tensors="pt"), _Clock()
+        inputs, clock = tokenizer(prompt, return_tensors="pt"), _Clock(between)
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, streamer=clock)
         return ids[0, inputs["input_ids"].shape[1] :].tolist(), clock.times
 
@@ -77,14 +95,33 @@ def run_transformers(config: EngineConfig, max_new_tokens: int, outcome: Outcome
 def run_disk_offload(config: EngineConfig, max_new_tokens: int, outcome: Outcome) -> None:
     """The same with the experts on disk, as accelerate offloads them: all experts of a layer come for each pass.
 
-    It reads through the page cache, which no limit is put on; its own copy of the experts goes into a directory
-    that is removed afterwards.
+    accelerate maps files, so the page cache would hold every expert, whatever the limit on memory: it is emptied of
+    them after each token. Its own copy of the experts goes into a directory that is removed afterwards.
     """
     parent = cache_directory()
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="disk-offload-", dir=parent) as folder:
-        placement = {"device_map": expert_map(config.model), "offload_folder": folder}
-        run_transformers(config, max_new_tokens, outcome, **placement)
+        run_transformers(
+            config,
+            max_new_tokens,
+            outcome,
+            between=lambda: forget_pages(Path(folder)),
+            device_map=expert_map(config.model),
+            offload_folder=folder,
+        )
+
+
+def forget_pages(folder: Path) -> None:
+    """Empty the page cache of the files in `folder`, where the system can."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # only pages that are written can be forgotten
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def expert_map(model: str) -> dict[str, str]:
