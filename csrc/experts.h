@@ -46,7 +46,9 @@ inline void product(const Weights& weights, int64_t first, int64_t n, const type
     const int64_t scales_ahead = ahead(4 * groups, Unit::kRows);
     const int64_t plain_ahead = weights.bits == 0 ? ahead(depth * sizeof(Weight), Unit::kRows) : 0;
     for (int64_t i = 0; i < n; i += Unit::kRows) {
-        const int count = static_cast<int>(least(Unit::kRows, n - i)), together = rows > Unit::kAloneRows ? count : 1;
+        const int count = static_cast<int>(least(Unit::kRows, n - i));
+        // Codes are unpacked for all rows of a block first: alone, each row waits for its own.
+        const int together = rows > Unit::kAloneRows || weights.bits ? count : 1;
         for (int j = 0; j < count; j += together) {
             for (int64_t begin = 0; begin < depth; begin += kDepthBlock) {
                 const int64_t part = least(kDepthBlock, depth - begin);
