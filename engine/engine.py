@@ -362,8 +362,7 @@ class Engine:
     @property
     def slow_memory(self) -> Memory:
         """What the link takes for one expert, and how many the cache holds."""
-        table = self.loaded.source.table
         link = self.loaded.link
         latency_us = link.latency_us if isinstance(link, EmulatedLink) else 0.0
-        transfer_seconds = table.shape.nbytes / max(link.bytes_per_s, 1.0) + latency_us / 1e6
-        return Memory(transfer_seconds, self.cache.slots_per_layer * table.layers)
+        transfer_seconds = self.loaded.source.table.shape.nbytes / max(link.bytes_per_s, 1.0) + latency_us / 1e6
+        return Memory(transfer_seconds, self.cache.total_slots)

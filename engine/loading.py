@@ -15,9 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from engine.config import EngineConfig, draft_model_id
 from engine.control.presets import find_preset
 from engine.errors import BudgetError, Cancelled, ModelError
-from engine.kernels.linear import use_kernels
 from engine.kernels.native import Native, native
-from engine.kernels.norm import use_norm_kernels
+from engine.kernels.shared import use_kernels
 from engine.machine import available_bytes
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
@@ -105,7 +104,6 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     kernels = host_kernels if device.type == "cpu" else frozenset()
     if "linear" in kernels:
         use_kernels(skeleton.model)
-        use_norm_kernels(skeleton.model)
     sizes = table.experts, table.layers, table.shape.numel * dtype.itemsize
     slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     if slots < 1:

@@ -30,7 +30,7 @@ class KernelWeight(torch.nn.Parameter):
         return result
 
 
-def use_kernels(model: torch.nn.Module) -> None:
+def use_linear_kernel(model: torch.nn.Module) -> None:
     """Let the kernel compute every linear layer of `model` whose weight is on the CPU; tied weights stay tied."""
     replaced: dict[int, KernelWeight] = {}
     for module in model.modules():

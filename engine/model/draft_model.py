@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import CheckpointError, ModelError, first_line
-from engine.kernels.linear import use_kernels
+from engine.kernels.shared import use_kernels
 from engine.model.architecture import build_model
 from engine.model.probe import probe
 from engine.model.runner import ModelRunner

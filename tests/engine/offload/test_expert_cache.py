@@ -6,25 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from one_by_one import OneByOne
 
 from engine.errors import BudgetError, Cancelled, TransferError, UsageError
 from engine.events import TRANSFER_OUTCOMES
 from engine.offload.cache import ExpertCache
 from engine.offload.disk import DiskLink
-from engine.offload.links import Link
 from engine.offload.source import ExpertSource
 
 T = 20.0
-
-
-class OneByOne(Link):
-    """One worker, so that the order on the link is certain; several chunks an expert."""
-
-    label = "test"
-    bytes_per_s = 1e9
-
-    def _chunk_nbytes(self) -> int:
-        return 1024
 
 
 @pytest.fixture

@@ -7,20 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from one_by_one import OneByOne
 
 from engine.config import CacheBudget
 from engine.offload.cache import ExpertCache
-from engine.offload.links import Link
 
 LAYERS = 4
-
-
-class OneByOne(Link):
-    label = "test"
-    bytes_per_s = 1e9
-
-    def _chunk_nbytes(self) -> int:
-        return 1024
 
 
 @pytest.fixture
