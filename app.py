@@ -12,7 +12,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from engine.config import EMBEDDED_MODEL  # noqa: E402
-from specviz.session import Session  # noqa: E402
+from engine.serve.session import Session  # noqa: E402
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

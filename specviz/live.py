@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import UsageError
-from specviz.hub import RunHub, Viewer
-from specviz.session import Session
+from engine.serve.hub import RunHub, Viewer
+from engine.serve.session import Session
 
 HELLO_TIMEOUT_S = 5.0
 MESSAGE_BYTES = 4096

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from engine.config import EMBEDDED_MODEL, CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.errors import EngineError, UsageError
-from specviz.runs import RunSettings
-from specviz.session import Session
+from engine.serve.runs import RunSettings
+from engine.serve.session import Session
 from specviz.trace import parse_events, save_events
 
 LONGEST_S = 3600.0

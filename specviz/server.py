@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
+from engine.serve.session import Session
 from specviz.assets import NDJSON, PlotlyScript, Recording, StaticFiles
 from specviz.live import LiveSocket
 from specviz.perfetto import chrome_trace
-from specviz.session import Session
 from specviz.trace import summary
 
 

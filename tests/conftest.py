@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest_plugins = ["chromium"]
+pytest_plugins = ["chromium", "sessions"]
 
 if TYPE_CHECKING:
     from tiny_models import TinyModel

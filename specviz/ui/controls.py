@@ -12,7 +12,7 @@ import gradio as gr
 
 from engine.config import DRAFTS, DTYPES, KNOBS, CacheBudget, EngineConfig, GenerationConfig, Knob, LinkConfig
 from engine.control.presets import PRESETS
-from specviz.runs import RunSettings
+from engine.serve.runs import RunSettings
 
 EXAMPLES = (
     "Once upon a time, there was a little girl named Lily who",

@@ -15,9 +15,9 @@ import gradio as gr
 
 from engine.config import Knob
 from engine.errors import EngineError, UsageError
-from specviz.hub import Viewer
-from specviz.runs import Run
-from specviz.session import Session
+from engine.serve.hub import Viewer
+from engine.serve.runs import Run
+from engine.serve.session import Session
 from specviz.ui.controls import Controls
 
 #: (run id, token), or None before the first run.

@@ -9,9 +9,9 @@ from typing import Any
 import gradio as gr
 
 from engine.config import EMBEDDED_MODEL
+from engine.serve.session import Session
 from specviz.assets import PlotlyScript
 from specviz.server import create_routes
-from specviz.session import Session
 from specviz.ui import handlers
 from specviz.ui.controls import Controls, KnobControl, create_controls, create_prompt
 from specviz.ui.panels import create_host, head

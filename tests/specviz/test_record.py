@@ -6,10 +6,10 @@ import json
 import pytest
 
 from engine.errors import UsageError
+from engine.serve.runs import RunSettings
+from engine.serve.session import Session
 from specviz import record
 from specviz.assets import RECORDINGS
-from specviz.runs import RunSettings
-from specviz.session import Session
 from specviz.trace import load_events
 
 

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from engine.config import GenerationConfig
+from engine.serve.runs import RunSettings
 from specviz import live
 from specviz.assets import Recording, StaticFiles
-from specviz.runs import RunSettings
 from specviz.server import create_routes
 
 

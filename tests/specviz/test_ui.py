@@ -14,7 +14,7 @@ import pytest
 from engine.config import KNOBS, CacheBudget, GenerationConfig, LinkConfig
 from engine.control.presets import PRESETS
 from engine.errors import UsageError
-from specviz.session import Session
+from engine.serve.session import Session
 from specviz.ui import build, handlers, launch_kwargs
 from specviz.ui.controls import create_controls, create_prompt, model_limits
 
@@ -297,7 +297,7 @@ def test_knobs_and_stop_reach_only_the_run_whose_token_they_bring(session, contr
 
 
 def test_the_page_can_be_shown_before_torch_is_in_memory():
-    code = "import sys, specviz.ui, specviz.session; print('torch' in sys.modules)"
+    code = "import sys, specviz.ui, engine.serve.session; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

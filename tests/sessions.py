@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from fake_engine import FakeLoader
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_engine import FakeLoader  # noqa: E402
-
-from specviz.session import Session  # noqa: E402
+from engine.serve.session import Session
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, KnobBlock
 from engine.errors import Cancelled, EngineError, TransferError, one_line
 from engine.events import Event, Load, Phase
-from specviz.hub import HubRegistry
-from specviz.runs import Run, RunSettings
+from engine.serve.hub import HubRegistry
+from engine.serve.runs import Run, RunSettings
 
 log = logging.getLogger(__name__)
 

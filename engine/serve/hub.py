@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from engine.events import Event, RunEnd, RunStart
-from specviz.wire import FRAME_BYTES, Batch, encode
+from engine.serve.wire import FRAME_BYTES, Batch, encode
 
 RING_EVENTS = 20_000
 FINISHED_KEPT = 8

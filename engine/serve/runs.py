@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import EngineConfig, GenerationConfig, KnobBlock
 from engine.errors import UsageError
 from engine.events import Event, RunEnd
-from specviz.hub import RunHub
+from engine.serve.hub import RunHub
 
 
 @dataclass(frozen=True)

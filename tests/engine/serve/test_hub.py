@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from engine import events as ev
-from specviz.hub import HubRegistry, RunHub
-from specviz.wire import encode
+from engine.serve.hub import HubRegistry, RunHub
+from engine.serve.wire import encode
 
 FACTS = ({}, {}, {}, {}, {}, 1, [], 0.0)
 

@@ -13,8 +13,8 @@ from tiny_models import PROMPTS, greedy
 from engine.config import EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.events import RunEnd
-from specviz.runs import Run, RunSettings
-from specviz.session import Session
+from engine.serve.runs import Run, RunSettings
+from engine.serve.session import Session
 
 PROMPT, TOKENS = PROMPTS[10], 6
 

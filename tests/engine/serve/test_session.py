@@ -8,8 +8,8 @@ import pytest
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, LinkConfig
 from engine.errors import CheckpointError, UsageError
-from specviz.runs import RunSettings
-from specviz.session import Session, SessionFull
+from engine.serve.runs import RunSettings
+from engine.serve.session import Session, SessionFull
 
 LONG = GenerationConfig(max_new_tokens=4000)
 
