@@ -12,6 +12,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from engine.config import EMBEDDED_MODEL  # noqa: E402
+from engine.errors import EngineError  # noqa: E402
+from engine.serve.client import find_engine  # noqa: E402
 from engine.serve.session import Session  # noqa: E402
 
 
@@ -21,6 +23,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0" if on_spaces else "127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=os.environ.get("GRADIO_SERVER_PORT", "7860"))
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a directory or a Hugging Face id")
+    parser.add_argument("--engine", metavar="ws://HOST:PORT", help="show the engine that `engine serve` lends there")
+    parser.add_argument("--token", default=os.environ.get("SPECVIZ_TOKEN", ""), help="of that engine ($SPECVIZ_TOKEN)")
     parser.add_argument("--share", action="store_true", help="make a public link through Gradio's tunnel")
     parser.add_argument("--open", action="store_true", help="open a browser")
     return parser.parse_args(argv)
@@ -32,21 +36,27 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing needs the hub
     from specviz.ui import build, launch_kwargs
 
-    session = Session()
+    session = None
     try:
-        build(session, args.model).launch(
+        model, load = find_engine(args.engine, args.token, args.model)
+        session = Session(load)
+        build(session, model).launch(
             server_name=args.host,
             server_port=args.port,
             share=args.share,
             inbrowser=args.open,
             **launch_kwargs(session),
         )
+    except EngineError as error:
+        print(f"app.py: {error}", file=sys.stderr)
+        return error.exit_status
     except OSError as error:
         taken = f"port {args.port} is in use: stop the other program or choose another --port"
         print(f"app.py: {taken if 'empty port' in str(error) else error}", file=sys.stderr)
         return 1
     finally:
-        session.close()
+        if session is not None:
+            session.close()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m engine generate | bench | simulate | upcycle | doctor`."""
+"""The command line: `python -m engine generate | bench | simulate | serve | upcycle | doctor`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from engine.config import (
 from engine.errors import EngineError, UsageError, one_line
 from engine.events import Event, Round
 from engine.progress import Pace, describe
+from engine.serve.command import add_serve
 from engine.simulate.command import add_simulate
 from engine.trace_file import TraceFile
 
@@ -86,7 +87,7 @@ def _tell_error(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m engine", description="Speculative decoding on offloaded MoE models.")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|simulate|upcycle|doctor")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|simulate|serve|upcycle|doctor")
     generate = commands.add_parser("generate", help="generate text", formatter_class=_Formatter)
     _add_engine_options(generate)
     _add_generation_options(generate)
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(command=_generate)
     _add_bench(commands)
     add_simulate(commands, _Formatter)
+    add_serve(commands, _Formatter)
     _add_upcycle(commands)
     _add_doctor(commands)
     return parser

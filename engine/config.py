@@ -338,11 +338,14 @@ class KnobBlock:
             raise UsageError(f"{name} takes effect with the next run only")
         return knob.check(value)
 
-    def set(self, name: str, value: Any) -> int:
-        """Ask for a new value; returns the version under which the engine will acknowledge it. Raises UsageError."""
+    def set(self, name: str, value: Any, version: int | None = None) -> int:
+        """Ask for a new value; returns the version under which the engine will acknowledge it. Raises UsageError.
+
+        `version` is for a block that follows another one, which has counted already.
+        """
         value = self._check(name, value)
         with self._lock:
-            self._version += 1
+            self._version = self._version + 1 if version is None else version
             self._pending[name] = KnobUpdate(name, value, self._version)
             return self._version
 

@@ -31,6 +31,10 @@ class TransferError(EngineError):
     """The link could not deliver an expert: a read failed or took longer than its timeout."""
 
 
+class RemoteError(EngineError):
+    """The engine on the other machine cannot be reached, refused us, or lost the run."""
+
+
 class Cancelled(EngineError):
     """The caller asked to stop while something was loading."""
 

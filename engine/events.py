@@ -272,6 +272,20 @@ class RooflinePoint(Event):
 
 
 @dataclass(frozen=True)
+class Connection(Event):
+    """How a run on another machine arrives (`engine/serve/client.py`); a local engine never tells it.
+
+    `behind_s`: seconds by which the network made what is known here older than it was at first. `lost`: events that
+    the other machine had to forget before they could be sent.
+    """
+
+    kind: ClassVar[str] = "connection"
+    connected: bool
+    behind_s: float
+    lost: int
+
+
+@dataclass(frozen=True)
 class RunEnd(Event):
     """The last event of a run. `status`: finished, stopped or failed; `error` is set when it failed.
 
@@ -300,6 +314,7 @@ EVENTS: dict[str, type[Event]] = {
         GovernorChoice,
         DraftAlarm,
         RooflinePoint,
+        Connection,
         RunEnd,
     )
 }

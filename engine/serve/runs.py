@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.config import EngineConfig, GenerationConfig, KnobBlock
-from engine.errors import UsageError
+from engine.config import CacheBudget, EngineConfig, GenerationConfig, KnobBlock, LinkConfig
+from engine.errors import UsageError, first_line
 from engine.events import Event, RunEnd
 from engine.serve.hub import RunHub
 
@@ -29,6 +29,26 @@ class RunSettings:
         if not self.prompts or any(not prompt.strip() for prompt in self.prompts):
             raise UsageError("the prompt is empty: write a few words to start from")
         KnobBlock(**self.knobs)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Any) -> RunSettings:
+        """What `to_json` gave. Raises UsageError for anything else."""
+        try:
+            engine, generation = dict(record["engine"]), dict(record["generation"])
+            engine["cache"], engine["link"] = CacheBudget(**engine["cache"]), LinkConfig(**engine["link"])
+            engine["kernels"], generation["stop"] = tuple(engine["kernels"]), tuple(generation["stop"])
+            return cls(
+                tuple(map(str, record["prompts"])),
+                EngineConfig(**engine),
+                GenerationConfig(**generation),
+                dict(record["knobs"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"these are no settings of a run: {first_line(error)}") from None
 
 
 class Run:
@@ -62,14 +82,15 @@ class Run:
         self.stopping.set()
         self._on_stop()
 
-    def set_knob(self, name: str, value: Any) -> int:
+    def set_knob(self, name: str, value: Any, version: int | None = None) -> int:
         """Ask for a new value of a live knob; returns the version to expect in the KnobChange event.
 
+        `version`: the one under which a block elsewhere counts it (see KnobBlock.set).
         Raises UsageError when the knob is unknown, out of range, or the run is over.
         """
         if self.over:
             raise UsageError("this run is over: the setting takes effect with the next one")
-        return self.knobs.set(name, value)
+        return self.knobs.set(name, value, version)
 
     def emit(self, event: Event) -> None:
         """Publish an event of the engine; any thread. Also where a run that nobody watches is told to stop."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.config import CacheBudget, EngineConfig, GenerationConfig, KnobBlock
-from engine.errors import Cancelled, EngineError, TransferError, one_line
+from engine.errors import Cancelled, EngineError, RemoteError, TransferError, one_line
 from engine.events import Event, Load, Phase
 from engine.serve.hub import HubRegistry
 from engine.serve.runs import Run, RunSettings
@@ -199,9 +199,10 @@ class Session:
             run.finish("stopped" if run.stopping.is_set() else "finished")
         except Cancelled:
             run.finish("stopped")
-        except TransferError as error:
+        except (TransferError, RemoteError) as error:
             run.finish("failed", str(error))
-            self._free_engine()  # the next run opens the files anew: a pack that was cut off is built again
+            # The next run opens the files anew (a pack that was cut off is built again), or looks for the engine anew.
+            self._free_engine()
         except EngineError as error:
             run.finish("failed", str(error))
         except Exception as error:  # the thread must outlive whatever a model does: the next request works

@@ -1,13 +1,14 @@
-"""The JSON that travels from the server to a page: events as lines, and batches of them as frames."""
+"""The JSON that travels: events as lines, and batches of them as frames."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.events import Event
+from engine.errors import RemoteError
+from engine.events import EVENTS, Event, Rejected, Round, Token
 
 FRAME_BYTES = 64 * 1024
 
@@ -20,6 +21,19 @@ def encode(seq: int, event: Event) -> str:
         return json.dumps(record, default=vars, allow_nan=False, separators=(",", ":"))
     except ValueError:
         return json.dumps(_finite({"seq": seq, **event.to_json()}), separators=(",", ":"))
+
+
+def decode(record: dict[str, Any]) -> Event:
+    """The event that `encode` made `record` of. Raises RemoteError for what is none of this version."""
+    try:
+        kind = EVENTS[record["kind"]]
+        values = {field.name: record[field.name] for field in fields(kind) if field.name in record}
+        if kind is Round:
+            values["tokens"] = [Token(**token) for token in values["tokens"]]
+            values["rejected"] = [Rejected(**token) for token in values["rejected"]]
+        return kind(**values)
+    except (KeyError, TypeError) as error:
+        raise RemoteError(f"the other side sent no event of this version: {record.get('kind')!r}, {error}") from None
 
 
 def _finite(value: Any) -> Any:

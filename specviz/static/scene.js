@@ -17,6 +17,7 @@ export class Scene {
   transfers = [];
   rounds = [];
   knobs = [];
+  connection = null; // how the engine's machine is heard; null for an engine in the server itself
   #transfers = new Map();
   #fates = new Map();
 
@@ -84,5 +85,14 @@ export class Scene {
 
   _knob(event) {
     push(this.knobs, event, ROUND_LIMIT);
+  }
+
+  _connection(event) {
+    this.connection = event;
+  }
+
+  /** A finished run has no connection to speak of. */
+  _run_end() {
+    this.connection = null;
   }
 }

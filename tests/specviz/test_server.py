@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from engine.config import GenerationConfig
+from engine.serve import conversation
 from engine.serve.runs import RunSettings
-from specviz import live
 from specviz.assets import Recording, StaticFiles
 from specviz.server import create_routes
 
@@ -180,14 +180,14 @@ def test_binary_frames_and_floods_close_the_socket(client, session):
         assert closed_with(socket) == (1008, "send text frames")
     with client.websocket_connect("/specviz/ws") as socket:
         socket.send_text(hello(run))
-        for _ in range(live.BURST + 100):
+        for _ in range(conversation.BURST + 100):
             socket.send_text('{"op":"ping"}')
         assert closed_with(socket) == (1008, "too many messages")
     run.stop()
 
 
 def test_silence_instead_of_hello_closes_the_socket(client, monkeypatch):
-    monkeypatch.setattr(live, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(conversation, "HELLO_TIMEOUT_S", 0.05)
     with client.websocket_connect("/specviz/ws") as socket:
         assert closed_with(socket)[0] == 1008
 

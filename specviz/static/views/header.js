@@ -54,8 +54,8 @@ export function createHeader() {
     setText(time, clockText(figures, state, now));
     drawProgress(figures);
     setText(change, changeText(figures.knobs, state.acks));
-    const message = figures.run.error ?? state.message;
-    setText(notice, message ?? (figures.lost ? `${plural(figures.lost, "event")} did not arrive: figures are a little low.` : ""));
+    const missing = figures.lost ? `${plural(figures.lost, "event")} did not arrive: figures are a little low.` : "";
+    setText(notice, figures.run.error ?? state.message ?? connectionText(state.scene.connection) ?? missing);
     notice.hidden = !notice.textContent;
     drawTiles(figures);
     if (figures.facts !== known || figures.experts.slots_per_layer !== facts.slots) {
@@ -115,6 +115,16 @@ export function phaseText({ run, load }, rate = null) {
   if (run.status === "waiting") return "queued";
   if (run.status === "running") return { prefill: "reading the prompt", decode: "decoding" }[run.phase] ?? run.phase ?? "starting";
   return run.status;
+}
+
+/** What a person must know of the way to an engine on another machine; null when all is well. */
+function connectionText(connection) {
+  if (!connection) return null;
+  if (!connection.connected) return "The connection to the engine broke. The run goes on there; it resumes here without a gap.";
+  const late = connection.behind_s >= 0.5;
+  const behind = late ? `The network is slower than the engine: what you see is ${number(connection.behind_s)} s old. ` : "";
+  const lost = connection.lost ? `${plural(connection.lost, "event")} did not arrive: figures are a little low.` : "";
+  return behind + lost || null;
 }
 
 function clockText({ run, t }, state, now) {
