@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 # Before gradio is imported: the page must ask nothing of the outside.
@@ -36,27 +37,20 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing needs the hub
     from specviz.ui import build, launch_kwargs
 
-    session = None
     try:
         model, load = find_engine(args.engine, args.token, args.model)
-        session = Session(load)
-        build(session, model).launch(
-            server_name=args.host,
-            server_port=args.port,
-            share=args.share,
-            inbrowser=args.open,
-            **launch_kwargs(session),
-        )
-    except EngineError as error:
-        print(f"app.py: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
+        with closing(Session(load)) as session:
+            build(session, model).launch(
+                server_name=args.host,
+                server_port=args.port,
+                share=args.share,
+                inbrowser=args.open,
+                **launch_kwargs(session),
+            )
+    except (EngineError, OSError) as error:
         taken = f"port {args.port} is in use: stop the other program or choose another --port"
         print(f"app.py: {taken if 'empty port' in str(error) else error}", file=sys.stderr)
         return 1
-    finally:
-        if session is not None:
-            session.close()
     return 0
 
 
