@@ -60,16 +60,17 @@ def cached_iteration(costs: CachedCosts) -> Iteration:
     draft = schedule.end[drafted[0]] if drafted else 0.0
     seconds = schedule.end[end]
     busy = {lane: worked / seconds for lane, worked in schedule.busy().items()}
-    return Iteration(seconds, seconds - draft, draft, busy)
+    return Iteration(seconds, seconds - draft, draft, busy, schedule.spans())
 
 
 def _loads(plan: Plan, costs: CachedCosts, experts: float, after: list[int], priority: int) -> list[int]:
     """Loads of a mean number of experts: whole ones, and one for the part that remains."""
+    name = "prefetch" if priority else "load"
     ends = []
     for number in range(math.ceil(experts - 1e-9)):
         part = min(1.0, experts - number)
         then = list(after)
         for lane, seconds in costs.load:
-            then = [plan.add("load", lane, seconds * part, then, priority)]
+            then = [plan.add(name, lane, seconds * part, then, priority)]
         ends += then
     return ends

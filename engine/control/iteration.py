@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.control.simulator import Span
+
 #: From this share on a lane is what the iteration waits for.
 BINDS = 0.9
 
@@ -22,13 +24,14 @@ Hops = tuple[tuple[str, float], ...]
 class Iteration:
     """`seconds` of one round: `target` of them until the target's pass was done, `draft` for drafting.
 
-    `busy` is the share of the iteration in which each lane worked.
+    `busy` is the share of the iteration in which each lane worked; `spans` is what it worked on, and when.
     """
 
     seconds: float
     target: float
     draft: float
     busy: dict[str, float]
+    spans: tuple[Span, ...] = ()
 
     @property
     def binding(self) -> str:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from engine.errors import UsageError
 
+#: Pauses shorter than one part in so many of what is looked at cannot be seen.
+PICTURE = 600
+
 
 @dataclass(frozen=True)
 class Task:
@@ -51,6 +54,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A stretch of one lane, in seconds from the start of what is looked at, `work` of them with work."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    work: float
+
+
+@dataclass(frozen=True)
 class Schedule:
     """When each task of a plan ran, in seconds from the start."""
 
@@ -71,6 +85,30 @@ class Schedule:
             inside = max(0.0, min(end, until) - max(start, begin))
             worked[task.lane] = worked.get(task.lane, 0.0) + inside
         return worked
+
+    def spans(self, begin: float = 0.0, until: float | None = None) -> tuple[Span, ...]:
+        """What each lane did between `begin` and `until`, seen from `begin`, in the order of time.
+
+        Tasks of one name between which a lane hardly pauses are one span: a picture shows no more.
+        """
+        until = self.makespan if until is None else until
+        gap = (until - begin) / PICTURE
+        order = sorted(range(len(self.tasks)), key=lambda number: self.start[number])
+        open_spans: dict[str, Span] = {}
+        done: list[Span] = []
+        for number in order:
+            start, end = max(self.start[number], begin) - begin, min(self.end[number], until) - begin
+            if end <= start:
+                continue
+            task = self.tasks[number]
+            last = open_spans.get(task.lane)
+            if last is not None and last.name == task.name and start - last.end <= gap:
+                open_spans[task.lane] = Span(last.lane, last.name, last.start, end, last.work + end - start)
+                continue
+            if last is not None:
+                done.append(last)
+            open_spans[task.lane] = Span(task.lane, task.name, start, end, end - start)
+        return tuple(sorted([*done, *open_spans.values()], key=lambda span: span.start))
 
 
 def simulate(tasks: Sequence[Task]) -> Schedule:

@@ -63,7 +63,7 @@ def stream_iteration(costs: StreamCosts) -> Iteration:
     target = schedule.end[targets[MEASURED]] - begin
     seconds = end - begin
     busy = {lane: worked / seconds for lane, worked in schedule.busy(begin, end).items()}
-    return Iteration(seconds, target, seconds - target - costs.others, busy)
+    return Iteration(seconds, target, seconds - target - costs.others, busy, schedule.spans(begin, end))
 
 
 def _load(plan: Plan, costs: StreamCosts, freed: list[int]) -> list[int]:
@@ -72,7 +72,7 @@ def _load(plan: Plan, costs: StreamCosts, freed: list[int]) -> list[int]:
     for _ in range(costs.pages):
         after = list(freed)
         for lane, seconds in costs.page:
-            after = [plan.add("load", lane, seconds, after, priority=1)]
+            after = [plan.add("weights", lane, seconds, after, priority=1)]
         last += after
     return last
 

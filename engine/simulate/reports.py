@@ -20,9 +20,12 @@ CLOSE = 0.10
 
 
 def simulate_policies(
-    hardware: HardwareProfile, model: ModelProfile, work: Workload, routing: Routing
+    hardware: HardwareProfile, model: ModelProfile, work: Workload, routing: Routing, timeline: bool = False
 ) -> dict[str, Any]:
-    """Every policy's iteration, and the roofline of its phases. A policy that does not fit says why."""
+    """Every policy's iteration, and the roofline of its phases. A policy that does not fit says why.
+
+    With `timeline`, each policy has its `spans` too: {"lane", "name", "start", "end", "work"}, in seconds.
+    """
     runs: tuple[tuple[str, Callable[[], Outcome]], ...] = (
         ("on demand", lambda: on_demand(hardware, model, work, routing)),
         ("MoE-SpeQ", lambda: moe_speq(hardware, model, work, routing)),
@@ -40,21 +43,35 @@ def simulate_policies(
         "hardware": hardware.label,
         "model": model.label,
         "workload": {**asdict(work), "tokens_per_round": work.tokens},
-        "policies": [_policy(name, run) for name, run in runs],
+        "policies": [_policy(name, run, timeline) for name, run in runs],
         "roofline": [{**asdict(point), "utilisation": point.utilisation} for point in points],
         "turning_points": turning,
+        "roofs": _roofs(hardware),
     }
 
 
-def _policy(name: str, run: Callable[[], Outcome]) -> dict[str, Any]:
+def _roofs(hardware: HardwareProfile) -> list[dict[str, Any]]:
+    """The ceilings over the roofline's points: TFLOP/s, or the GB/s that a FLOP/byte is multiplied with."""
+    sides = {"gpu": hardware.gpu, "cpu": hardware.cpu}
+    roofs: list[dict[str, Any]] = []
+    for where, side in sides.items():
+        if side is not None:
+            roofs.append({"roof": f"{where} arithmetic", "tflops": side.tflops, "gbps": None})
+            roofs.append({"roof": f"{where} memory", "tflops": None, "gbps": side.memory_gbps})
+    return [*roofs, {"roof": f"the {hardware.slow_lane}", "tflops": None, "gbps": hardware.slow_gbps}]
+
+
+def _policy(name: str, run: Callable[[], Outcome], timeline: bool) -> dict[str, Any]:
     keys = ("iteration_s", "target_s", "draft_s", "tokens", "tokens_per_second", "slots", "busy", "binds")
     try:
         found = run()
     except BudgetError as error:
-        return {"policy": name, **dict.fromkeys(keys), "reason": f"does not fit: {error}"}
+        spans: dict[str, Any] = {"spans": []} if timeline else {}
+        return {"policy": name, **dict.fromkeys(keys), "reason": f"does not fit: {error}", **spans}
     it = found.iteration
     values = (it.seconds, it.target, it.draft, found.tokens, found.tokens_per_second, found.slots, it.busy, it.binding)
-    return {"policy": name, **dict(zip(keys, values, strict=True)), "reason": it.reason}
+    spans = {"spans": [asdict(span) for span in it.spans]} if timeline else {}
+    return {"policy": name, **dict(zip(keys, values, strict=True)), "reason": it.reason, **spans}
 
 
 def reproduce() -> dict[str, Any]:
