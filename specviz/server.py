@@ -15,6 +15,7 @@ from specviz.assets import NDJSON, PlotlyScript, Recording, StaticFiles
 from specviz.live import LiveSocket
 from specviz.perfetto import chrome_trace
 from specviz.trace import summary
+from specviz.whatif import whatif_routes
 
 
 def create_routes(
@@ -32,6 +33,7 @@ def create_routes(
         Route("/specviz/recording.ndjson", (recording or Recording()).endpoint),
         Route("/specviz/export/{run}/{token}/{name}", Exports(session).endpoint),
         Route("/specviz/static/{path:path}", (static or StaticFiles()).endpoint),
+        *whatif_routes(),
     ]
 
 

@@ -31,7 +31,7 @@ export function createPanel({ id, title, question, table }) {
   function refreshTable(now) {
     if (holder.hidden || now - drawn < TABLE_EVERY) return;
     drawn = now;
-    holder.replaceChildren(build(table(), title));
+    holder.replaceChildren(createTable(table(), title));
   }
 
   const root = el(
@@ -47,7 +47,8 @@ export function createPanel({ id, title, question, table }) {
   return { root, body, actions, toggle, say: (text) => setText(sentence, text), refreshTable };
 }
 
-function build({ head, rows }, title) {
+/** A table of texts with a caption; only the last rows of a long one. */
+export function createTable({ head, rows }, title) {
   const shown = rows.slice(-TABLE_ROWS);
   const caption = rows.length > shown.length ? `${title}: the last ${TABLE_ROWS} of ${rows.length} rows` : title;
   return el(

@@ -13,7 +13,7 @@ import { Transport } from "./transport.js";
 
 const BASE = import.meta.url;
 const RECORDING = new URL("../recording.ndjson", BASE).href;
-const STYLES = ["specviz.css", "frame.css", "header.css", "tokens.css", "panels.css"];
+const STYLES = ["specviz.css", "frame.css", "header.css", "tokens.css", "panels.css", "whatif.css"];
 
 class SpecViz {
   #stage = new Stage();

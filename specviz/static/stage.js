@@ -16,6 +16,7 @@ import { createRoofline } from "./views/roofline.js";
 import { createSpeed } from "./views/speed.js";
 import { createStrip } from "./views/strip.js";
 import { createTimeline } from "./views/timeline.js";
+import { createWhatIf } from "./views/whatif.js";
 
 /** Texts and figures change at most this often, in ms; faster could not be read. */
 const TEXT_EVERY = 120;
@@ -47,7 +48,8 @@ export class Stage {
     this.experts = createExperts(context);
     this.views = [
       header, createStrip(context), createTimeline(context), this.experts, createAcceptance(context),
-      createRoofline(context), createSpeed(context), createGovernor(context), player,
+      createRoofline(context), createSpeed(context), createGovernor(context),
+      createWhatIf(context), player,
     ];
     this.live = el("p", { class: "sv-live", role: "status", "aria-live": "polite" });
     const panels = this.views.slice(1, -1).map((view) => view.root);

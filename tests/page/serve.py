@@ -6,9 +6,16 @@ python tests/page/serve.py [--recording tests/golden/draft4.ndjson] [--port 8000
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from functools import lru_cache
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from specviz.whatif import answer  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -35,13 +42,16 @@ def handler(recording: Path) -> type[SimpleHTTPRequestHandler]:
                 self.reply(plotly(), "text/javascript")
             elif path == "/specviz/recording.ndjson":
                 self.reply(recording.read_bytes(), "application/x-ndjson")
+            elif path.startswith("/specviz/whatif/"):
+                status, found = answer(Path(path).name, dict(parse_qsl(urlsplit(self.path).query)))
+                self.reply(json.dumps(found).encode(), "application/json", status)
             elif path.startswith("/specviz/static/") and static.is_file() and static.suffix in TYPES:
                 self.reply(static.read_bytes(), TYPES[static.suffix])
             else:
                 self.send_error(404)
 
-        def reply(self, body: bytes, kind: str) -> None:
-            self.send_response(200)
+        def reply(self, body: bytes, kind: str, status: int = 200) -> None:
+            self.send_response(status)
             self.send_header("content-type", f"{kind}; charset=utf-8")
             self.send_header("cache-control", "no-cache")
             self.end_headers()

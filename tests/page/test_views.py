@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from specviz.whatif import simulate
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.e2e
 
@@ -195,3 +197,30 @@ def test_the_kernels_in_use_are_told_and_their_absence_is_marked(open_page):
     assert page.locator(f"{fact}.sv-marked dd").inner_text() == "torch (switched off (SPECVIZ_KERNELS=off))"
     page = open_page("hand")  # recorded before there were kernels
     assert page.locator(fact).count() == 0
+
+
+def test_what_if_answers_settings_without_a_run(open_page):
+    page = open_page("draft4")
+    panel = page.locator(".sv-panel-whatif")
+    panel.scroll_into_view_if_needed()
+    page.wait_for_function("document.querySelectorAll('.sv-policy').length === 4")
+    panel.get_by_label("Machine").select_option("a30")
+    panel.get_by_label("Model").select_option("mixtral-8x7b")
+    page.wait_for_function(
+        "document.querySelector('.sv-panel-whatif .sv-sentence').textContent.includes('Mixtral-8x7B on')"
+    )
+    expected = simulate({"hardware": "a30", "model": "mixtral-8x7b"})["policies"]
+    rates = panel.locator(".sv-policy-rate").all_inner_texts()
+    assert rates[0] == f"{expected[0]['tokens_per_second']:.2f} tokens/s" and rates[1] == "–"
+    assert "does not fit" in panel.locator(".sv-policy").nth(1).inner_text()
+    # Another policy's iteration, by keyboard.
+    panel.locator(".sv-policy").nth(2).focus()
+    page.keyboard.press("Enter")
+    assert "One iteration of streamed, no draft" in panel.locator("h4").first.inner_text()
+    # What is refused says why, and the last answer stays.
+    panel.get_by_label("Batch").fill("5000")
+    page.wait_for_selector(".sv-whatif-settings .sv-notice:not([hidden])")
+    assert "out of range" in panel.locator(".sv-notice").inner_text()
+    panel.get_by_text("The papers' tables").click()
+    page.wait_for_function("document.querySelectorAll('.sv-papers tbody tr').length > 40")
+    assert "4.39" in panel.locator(".sv-papers tbody tr").first.inner_text()
