@@ -7,7 +7,8 @@ const TABLE_ROWS = 200;
 const TABLE_EVERY = 500;
 
 /**
- * A panel. `table()` gives {head: [...], rows: [[...]]} when the table is open.
+ * A panel. `table()` gives {head: [...], rows: [[...]]} when the table is open, and may give `choose(row)`,
+ * which the first cell of each row then offers as a button.
  * Returns {root, body, actions, say(sentence), refreshTable(now)}.
  */
 export function createPanel({ id, title, question, table }) {
@@ -48,7 +49,7 @@ export function createPanel({ id, title, question, table }) {
 }
 
 /** A table of texts with a caption; only the last rows of a long one. */
-export function createTable({ head, rows }, title) {
+export function createTable({ head, rows, choose }, title) {
   const shown = rows.slice(-TABLE_ROWS);
   const caption = rows.length > shown.length ? `${title}: the last ${TABLE_ROWS} of ${rows.length} rows` : title;
   return el(
@@ -56,6 +57,9 @@ export function createTable({ head, rows }, title) {
     {},
     el("caption", { text: caption }),
     el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text })))),
-    el("tbody", {}, ...shown.map((row) => el("tr", {}, ...row.map((cell) => el("td", { text: String(cell ?? "–") }))))),
+    el("tbody", {}, ...shown.map((row) => el("tr", {}, ...row.map((cell, i) => createCell(String(cell ?? "–"), i === 0 && choose && (() => choose(row))))))),
   );
 }
+
+const createCell = (text, action) =>
+  action ? el("td", {}, button(text, "Show it in all panels", action)) : el("td", { text });

@@ -41,10 +41,11 @@ export class Plot {
   #made = false;
   #width = 0;
 
-  constructor({ label, height, figure, plotter }) {
+  constructor({ label, height, figure, plotter, onClick }) {
     this.node = el("div", { class: "sv-plot", role: "img", "aria-label": label });
     this.node.style.height = `${height}px`;
     this.figure = figure;
+    this.onClick = onClick;
     this.fullHeight = height;
     new IntersectionObserver((entries) => {
       this.#visible = entries[entries.length - 1].isIntersecting;
@@ -80,9 +81,14 @@ export class Plot {
     }
     const config = { displayModeBar: false, responsive: false, scrollZoom: false, doubleClick: "reset" };
     if (this.#made) window.Plotly.react(this.node, data, full, config);
-    else window.Plotly.newPlot(this.node, data, full, config);
-    this.#made = true;
+    else this.#make(data, full, config);
     return true;
+  }
+
+  #make(data, layout, config) {
+    this.#made = true;
+    window.Plotly.newPlot(this.node, data, layout, config);
+    if (this.onClick) this.node.on("plotly_click", ({ points }) => this.onClick(points[0]));
   }
 
   /** Say why there is no plot. */
@@ -170,6 +176,12 @@ export function knobMarks(node, knobs, x) {
     })),
   };
 }
+
+/** A ring around points, for those that are chosen. */
+export const rings = (looks, x, y, size = 16) => ({
+  name: "chosen", type: "scatter", mode: "markers", x, y, hoverinfo: "skip",
+  marker: { color: "rgba(0,0,0,0)", size, line: { color: looks.focus, width: 2.5 } },
+});
 
 /** Plotly reads a few tags in its texts; what comes from a run must not be one. */
 export const escapeMarkup = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");

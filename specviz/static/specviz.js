@@ -25,6 +25,10 @@ class SpecViz {
     return this.#stage.state;
   }
 
+  get selection() {
+    return this.#stage.selection;
+  }
+
   get root() {
     return this.#stage.root;
   }

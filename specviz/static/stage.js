@@ -6,8 +6,10 @@ import { number, percent, plural } from "./format.js";
 import { Plotter } from "./plots.js";
 import { Metrics } from "./reducer.js";
 import { Scene } from "./scene.js";
+import { Selection } from "./selection.js";
 import { onThemeChange } from "./theme.js";
 import { createAcceptance } from "./views/acceptance.js";
+import { createChosen } from "./views/chosen.js";
 import { createExperts } from "./views/experts.js";
 import { createGovernor } from "./views/governor.js";
 import { createHeader, phaseText } from "./views/header.js";
@@ -26,7 +28,7 @@ const CLOCK_EVERY = 100;
 export class Stage {
   state = {
     mode: "idle", label: "", message: null, run: null, began: null, ended: null,
-    metrics: new Metrics(), scene: new Scene(), figures: null, selected: null, replay: null, acks: {},
+    metrics: new Metrics(), scene: new Scene(), figures: null, replay: null, acks: {},
     get seq() {
       return this.metrics.seq;
     },
@@ -41,19 +43,20 @@ export class Stage {
     const { state } = this;
     const wake = () => this.wake();
     this.plotter = new Plotter(wake);
-    const context = { state, wake, plotter: this.plotter, select: (token) => this.#select(token) };
+    const selection = (this.selection = new Selection());
+    const context = { state, wake, plotter: this.plotter, selection };
+    this.chosen = createChosen(context);
     const header = createHeader();
     const player = createPlayer({ player: () => state.replay, wake });
     header.tools.append(player.root);
-    this.experts = createExperts(context);
     this.views = [
-      header, createStrip(context), createTimeline(context), this.experts, createAcceptance(context),
+      header, createStrip(context), createTimeline(context), createExperts(context), createAcceptance(context),
       createRoofline(context), createSpeed(context), createGovernor(context),
       createWhatIf(context), player,
     ];
     this.live = el("p", { class: "sv-live", role: "status", "aria-live": "polite" });
     const panels = this.views.slice(1, -1).map((view) => view.root);
-    this.root = el("div", { class: "sv" }, header.root, el("div", { class: "sv-grid" }, ...panels), this.live);
+    this.root = el("div", { class: "sv" }, header.root, el("div", { class: "sv-grid" }, ...panels), this.chosen.root, this.live);
     onThemeChange(() => {
       this.plotter.invalidate(true);
       this.wake();
@@ -70,7 +73,8 @@ export class Stage {
 
   /** Forget the run shown, e.g. because another one starts. */
   reset() {
-    Object.assign(this.state, { metrics: new Metrics(), scene: new Scene(), selected: null, message: null, ended: null });
+    Object.assign(this.state, { metrics: new Metrics(), scene: new Scene(), message: null, ended: null });
+    this.selection.clear();
     this.#runs++;
     for (const view of this.views) view.reset?.();
     this.plotter.invalidate(true);
@@ -101,11 +105,6 @@ export class Stage {
   #running() {
     const { mode, metrics } = this.state;
     return mode !== "idle" && mode !== "recording" && !["finished", "stopped", "failed"].includes(metrics.run.status);
-  }
-
-  #select(token) {
-    this.state.selected = token;
-    this.experts.touch();
   }
 
   #tick = (now) => {

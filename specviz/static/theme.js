@@ -2,7 +2,7 @@
 
 const NAMES = [
   "panel", "ink", "muted", "line", "faint",
-  "draft", "attention", "experts", "demand", "prefetch", "stall", "knob",
+  "draft", "attention", "experts", "demand", "prefetch", "stall", "knob", "focus",
   "accepted", "corrected", "bonus", "rejected", "plain",
   "hit", "late", "miss", "heat",
 ];

@@ -4,11 +4,12 @@ import { el, setText } from "../dom.js";
 import { number, percent, plural } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot } from "../plots.js";
+import { roundsOf } from "../selection.js";
 import { colours } from "../theme.js";
 
 const HEIGHT = 320;
 
-export function createAcceptance({ state, plotter }) {
+export function createAcceptance({ state, plotter, selection, wake }) {
   const panel = createPanel({
     id: "acceptance",
     title: "Acceptance",
@@ -16,18 +17,27 @@ export function createAcceptance({ state, plotter }) {
     table: () => ({
       head: ["position", "verified (n)", "accepted", "rate"],
       rows: (state.figures?.acceptance.by_position ?? []).map((row, i) => [i + 1, row.verified, row.accepted, percent(row.rate)]),
+      choose: ([position]) => selection.choose({ kind: "position", position: position - 1 }),
     }),
   });
   const positions = new Plot({
     label: "Acceptance by position in the draft", height: HEIGHT, plotter,
-    figure: (width) => positionFigure(state.figures.acceptance, colours(panel.root), width),
+    figure: (width) => positionFigure(state.figures.acceptance, colours(panel.root), width, chosenPosition(selection.current)),
+    onClick: ({ x }) => selection.choose({ kind: "position", position: x - 1 }),
   });
   const lengths = new Plot({
     label: "Histogram of tokens a round", height: HEIGHT, plotter,
-    figure: () => lengthFigure(state.figures.acceptance, colours(panel.root)),
+    figure: () => lengthFigure(state.figures.acceptance, colours(panel.root), chosenLengths(selection.current, state.scene)),
+    onClick: ({ x }) => selection.choose({ kind: "length", tokens: x }),
   });
   const words = el("p", { class: "sv-formula" });
   panel.body.append(el("div", { class: "sv-pair" }, positions.node, lengths.node), words);
+
+  selection.subscribe(() => {
+    positions.invalidate(true);
+    lengths.invalidate(true);
+    wake();
+  });
 
   function draw({ acceptance }) {
     panel.say(sentence(acceptance));
@@ -40,7 +50,20 @@ export function createAcceptance({ state, plotter }) {
   return { root: panel.root, draw, refreshTable: panel.refreshTable };
 }
 
-function positionFigure({ by_position: rows }, looks, width) {
+/** The position in the draft of what is chosen, from 0. */
+const chosenPosition = (what) =>
+  what?.kind === "position" ? what.position : what?.kind === "token" && what.token.round !== null ? what.token.position : null;
+
+/** How many tokens the chosen rounds brought. */
+function chosenLengths(what, scene) {
+  const rounds = what && roundsOf(what, scene);
+  return new Set(rounds ? scene.rounds.filter(({ round }) => rounds.has(round)).map(({ tokens }) => tokens) : []);
+}
+
+/** Bars of one colour, those that are chosen with a frame. */
+const framed = (colour, held, looks) => ({ color: colour, line: { color: looks.focus, width: held.map((yes) => (yes ? 3 : 0)) } });
+
+function positionFigure({ by_position: rows }, looks, width, chosen) {
   // Narrow bars have no room for the letter.
   const label = (width - 70) / Math.max(4, rows.length) < 36 ? "" : "n ";
   return {
@@ -54,7 +77,7 @@ function positionFigure({ by_position: rows }, looks, width) {
       textangle: 0,
       constraintext: "none",
       cliponaxis: false,
-      marker: { color: looks.accepted },
+      marker: framed(looks.accepted, rows.map((_, i) => i === chosen), looks),
       hovertemplate: "position %{x}: %{y:.1f} % of n %{customdata}<extra></extra>",
       customdata: rows.map((row) => row.verified),
     }],
@@ -66,7 +89,7 @@ function positionFigure({ by_position: rows }, looks, width) {
   };
 }
 
-function lengthFigure({ tokens_per_round: counts, mean_length: mean }, looks) {
+function lengthFigure({ tokens_per_round: counts, mean_length: mean }, looks, chosen) {
   const shapes = mean === null ? [] : [{
     type: "line", x0: mean, x1: mean, yref: "paper", y0: 0, y1: 1, line: { color: looks.ink, width: 1.5, dash: "dot" },
   }];
@@ -78,7 +101,7 @@ function lengthFigure({ tokens_per_round: counts, mean_length: mean }, looks) {
       type: "bar",
       x: counts.map((_, n) => n),
       y: counts,
-      marker: { color: looks.bonus },
+      marker: framed(looks.bonus, counts.map((_, n) => chosen.has(n)), looks),
       hovertemplate: "%{x} tokens: %{y} rounds<extra></extra>",
     }],
     layout: {

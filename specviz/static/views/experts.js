@@ -4,6 +4,7 @@ import { canvas, el, legend, setText, tooltip } from "../dom.js";
 import { integer, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { FONT } from "../plots.js";
+import { expertsOf } from "../selection.js";
 import { colours, onThemeChange, reducedMotion } from "../theme.js";
 
 const AXIS = { left: 30, top: 20 };
@@ -11,7 +12,7 @@ const FLASH = 700;
 const BARS = 60;
 const BAR_HEIGHT = 74;
 
-export function createExperts({ state, wake }) {
+export function createExperts({ state, selection, wake }) {
   const panel = createPanel({
     id: "experts",
     title: "Expert cache",
@@ -27,19 +28,21 @@ export function createExperts({ state, wake }) {
     wake();
   };
   const grid = canvas({ tabindex: "0", role: "img", "aria-describedby": "sv-experts-sentence" }, 180, redraw);
-  grid.node.setAttribute("aria-label", "Grid of layers (rows) and experts (columns). Arrow keys read one cell after the other.");
+  grid.node.setAttribute("aria-label", "Grid of layers (rows) and experts (columns). Arrow keys read one cell after the other, Enter chooses it.");
   const bars = canvas({ role: "img", "aria-label": "Hits, late and missed experts by round" }, BAR_HEIGHT, redraw);
   const tip = tooltip(grid.box);
   const words = el("p", { class: "sv-formula" });
   const reading = el("p", { class: "sv-hint", "aria-live": "off" });
   panel.body.append(grid.box, legend([
     ["sv-cell-resident", "resident"], ["sv-cell-used", "used in this round"], ["sv-cell-heat", "used often (fades)"],
-    ["sv-cell-evicted", "evicted"], ["sv-cell-selected", "experts of the token looked at"],
+    ["sv-cell-evicted", "evicted"], ["sv-cell-selected", "of what is chosen"],
   ]), reading, bars.box, legend([["sv-fill-hit", "hit"], ["sv-fill-late", "late"], ["sv-fill-miss", "miss"]]), words);
   onThemeChange(() => {
     looks = colours(panel.root);
     redraw();
   });
+
+  selection.subscribe(redraw);
 
   const geometry = () => {
     const heat = state.figures?.experts.heat ?? [];
@@ -55,7 +58,8 @@ export function createExperts({ state, wake }) {
     stale = false;
     const shape = geometry();
     grid.setHeight(Math.max(60, AXIS.top + shape.rows * shape.high + 4));
-    drawGrid(grid, shape, state, looks, flashing ? { list: flashes.list, strength: 1 - (now - flashes.at) / FLASH } : null, cursor);
+    const chosen = selection.current ? expertsOf(selection.current, state.scene) : [];
+    drawGrid(grid, shape, { ...state.figures.experts, chosen }, looks, flashing ? { list: flashes.list, strength: 1 - (now - flashes.at) / FLASH } : null, cursor);
     drawBars(bars, state.figures.experts.series, looks);
     return flashing;
   }
@@ -78,19 +82,25 @@ export function createExperts({ state, wake }) {
     redraw();
     return lines;
   };
-  grid.node.addEventListener("pointermove", (event) => {
+  const cellAt = (event) => {
     const { rows, columns, size, high } = geometry();
     const layer = Math.floor((event.offsetY - AXIS.top) / high);
     const expert = Math.floor((event.offsetX - AXIS.left) / size);
-    const inside = layer >= 0 && layer < rows && expert >= 0 && expert < columns;
-    if (inside) tip.show(event.offsetX, event.offsetY, cellWords(state.figures.experts, [layer, expert]));
+    return layer >= 0 && layer < rows && expert >= 0 && expert < columns ? [layer, expert] : null;
+  };
+  const choose = (cell) => cell && selection.choose({ kind: "expert", layer: cell[0], expert: cell[1] }, "experts");
+  grid.node.addEventListener("pointermove", (event) => {
+    const cell = cellAt(event);
+    if (cell) tip.show(event.offsetX, event.offsetY, cellWords(state.figures.experts, cell));
     else tip.hide();
   });
+  grid.node.addEventListener("click", (event) => choose(cellAt(event)));
   grid.node.addEventListener("pointerleave", () => tip.hide());
   grid.node.addEventListener("blur", () => read(null));
   grid.node.addEventListener("keydown", (event) => {
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     const { rows, columns } = geometry();
+    if (event.key === "Enter") choose(cursor);
     if (!step || !rows) return;
     event.preventDefault();
     const [layer, expert] = cursor ?? [0, 0];
@@ -102,11 +112,11 @@ export function createExperts({ state, wake }) {
     flashes = { list: null, at: -Infinity };
     stale = true;
   };
-  return { root: panel.root, draw, frame, reset, touch: redraw, refreshTable: panel.refreshTable };
+  return { root: panel.root, draw, frame, reset, refreshTable: panel.refreshTable };
 }
 
-function drawGrid({ context: pen, width, height }, { rows, columns, size, high }, state, looks, flash, cursor) {
-  const { heat, resident, used } = state.figures.experts;
+function drawGrid({ context: pen, width, height }, { rows, columns, size, high }, experts, looks, flash, cursor) {
+  const { heat, resident, used, chosen } = experts;
   pen.clearRect(0, 0, width, height);
   if (!columns) return;
   const x = (expert) => AXIS.left + expert * size;
@@ -144,7 +154,7 @@ function drawGrid({ context: pen, width, height }, { rows, columns, size, high }
     for (const [layer, expert] of flash.list) frame(layer, expert, looks.rejected, 3, gap + 1);
     pen.globalAlpha = 1;
   }
-  each(state.selected?.experts ?? [], (layer, expert) => frame(layer, expert, looks.prefetch, 2.5, 0.75));
+  each(chosen, (layer, expert) => frame(layer, expert, looks.prefetch, 2.5, 0.75));
   if (cursor) frame(cursor[0], cursor[1], looks.knob, 2.5, 0);
   pen.font = `11px ${FONT}`;
   pen.fillStyle = looks.muted;

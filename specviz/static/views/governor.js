@@ -3,12 +3,13 @@
 import { el, legend } from "../dom.js";
 import { value } from "../format.js";
 import { createPanel } from "../panel.js";
-import { Plot, knobMarks } from "../plots.js";
+import { Plot, knobMarks, rings } from "../plots.js";
+import { roundsOf } from "../selection.js";
 import { colours } from "../theme.js";
 
 const REASONS = 5;
 
-export function createGovernor({ state, plotter }) {
+export function createGovernor({ state, plotter, selection, wake }) {
   const panel = createPanel({
     id: "governor",
     title: "Governor",
@@ -16,11 +17,17 @@ export function createGovernor({ state, plotter }) {
     table: () => ({
       head: ["round", "k", "prefetch", "who", "reason"],
       rows: (state.figures?.governor.series ?? []).map((c) => [c.round, c.k, c.prefetch ? "yes" : "no", who(c), c.reason]),
+      choose: ([round]) => selection.choose({ kind: "round", round }),
     }),
   });
   const plot = new Plot({
     label: "Draft length by round", height: 210, plotter,
-    figure: () => governorFigure(state.figures, panel.root),
+    figure: () => governorFigure(state.figures, panel.root, selection.current && roundsOf(selection.current, state.scene)),
+    onClick: ({ x }) => selection.choose({ kind: "round", round: x }),
+  });
+  selection.subscribe(() => {
+    plot.invalidate(true);
+    wake();
   });
   const list = el("ol", { class: "sv-reasons", "aria-label": "The latest reasons" });
   panel.body.append(el("div", { class: "sv-pair sv-pair-wide" }, el("div", {}, plot.node, legend([
@@ -56,9 +63,10 @@ function recent(series, knobs) {
   return [...notes.slice(-REASONS), ...moved.slice(-REASONS)].sort((a, b) => b[0] - a[0]).slice(0, REASONS);
 }
 
-function governorFigure({ governor, knobs }, node) {
+function governorFigure({ governor, knobs }, node, rounds) {
   const looks = colours(node);
   const { series } = governor;
+  const chosen = series.filter((choice) => rounds?.has(choice.round));
   const probes = series.filter((choice) => choice.probing);
   const marks = (name, choices, marker) => ({
     name, type: "scatter", mode: "markers", x: choices.map((c) => c.round), y: choices.map((c) => c.k), marker,
@@ -71,6 +79,7 @@ function governorFigure({ governor, knobs }, node) {
         line: { shape: "hv", color: looks.draft, width: 2.5 }, hovertemplate: "round %{x}: k = %{y}<extra></extra>",
       },
       marks("probe", probes, { color: looks.corrected, size: 7, symbol: "diamond" }),
+      rings(looks, chosen.map((c) => c.round), chosen.map((c) => c.k)),
     ],
     layout: {
       showlegend: false,

@@ -3,14 +3,15 @@
 import { el, legend, setText } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
-import { Plot } from "../plots.js";
+import { Plot, rings } from "../plots.js";
+import { roundsOf } from "../selection.js";
 import { colours } from "../theme.js";
 
 const HEIGHT = 270;
 const TRAIL = 40;
 const MB = 1e6;
 
-export function createRoofline({ state, plotter }) {
+export function createRoofline({ state, plotter, selection, wake }) {
   const panel = createPanel({
     id: "roofline",
     title: "Amortization roofline",
@@ -19,15 +20,19 @@ export function createRoofline({ state, plotter }) {
       head: ["round", "k", "tokens", "time", "waited-for bytes", "tokens/s", "compute roof"],
       rows: (state.figures?.roofline.points ?? []).map((p) =>
         [p.round, p.k, p.tokens, duration(p.seconds * 1e9), bytes(p.sync_bytes), number(p.rate), number(p.compute_roof)]),
+      choose: ([round]) => selection.choose({ kind: "round", round }),
     }),
   });
+  const held = () => (selection.current && roundsOf(selection.current, state.scene)) ?? new Set();
   const curve = new Plot({
     label: "Tokens a second, predicted for every draft length and measured", height: HEIGHT, plotter,
-    figure: () => curveFigure(state.figures, colours(panel.root)),
+    figure: () => curveFigure(state.figures, colours(panel.root), held()),
+    onClick: ({ data, customdata }) => data.name === "measured" && selection.choose({ kind: "round", round: customdata[0] }),
   });
   const roofs = new Plot({
     label: "Tokens a second against tokens per megabyte waited for, under the link and compute roofs", height: HEIGHT, plotter,
-    figure: () => roofFigure(state.figures.roofline, colours(panel.root)),
+    figure: () => roofFigure(state.figures.roofline, colours(panel.root), held()),
+    onClick: ({ data, customdata }) => data.name === "rounds" && selection.choose({ kind: "round", round: customdata }),
   });
   const words = el("p", { class: "sv-formula" });
   panel.body.append(el(
@@ -40,6 +45,12 @@ export function createRoofline({ state, plotter }) {
       ["sv-mark-window", "last 20 rounds"],
     ])),
   ), words);
+
+  selection.subscribe(() => {
+    curve.invalidate(true);
+    roofs.invalidate(true);
+    wake();
+  });
 
   function draw({ roofline, governor }) {
     panel.say(sentence(roofline.window));
@@ -57,9 +68,13 @@ const fade = (points) => points.map((_, i) => 0.12 + 0.68 * ((i + 1) / points.le
 /** Dots of one k would hide each other: a small fixed shift by round keeps them apart. */
 const shift = (round) => (((round * 7) % 11) - 5) * 0.028;
 
-function curveFigure({ governor, roofline }, looks) {
+/** The latest points, and before them those that are chosen, however old. */
+const shownPoints = (points, held) => points.filter((p, i) => i >= points.length - TRAIL || held.has(p.round));
+
+function curveFigure({ governor, roofline }, looks, held) {
   const { latest } = governor;
-  const points = roofline.points.slice(-TRAIL);
+  const points = shownPoints(roofline.points, held);
+  const chosen = points.filter((p) => held.has(p.round));
   const data = [{
     name: "measured", type: "scatter", mode: "markers",
     x: points.map((p) => p.k + shift(p.round)), y: points.map((p) => p.rate),
@@ -79,6 +94,7 @@ function curveFigure({ governor, roofline }, looks) {
       hovertemplate: "k = %{x} was chosen<extra></extra>",
     });
   }
+  data.push(rings(looks, chosen.map((p) => p.k + shift(p.round)), chosen.map((p) => p.rate)));
   const most = Math.max(4, ...points.map((p) => p.k), (latest?.predicted_rate.length ?? 1) - 1);
   return {
     data,
@@ -90,8 +106,8 @@ function curveFigure({ governor, roofline }, looks) {
   };
 }
 
-function roofFigure({ points, window, link_bytes_per_s: link }, looks) {
-  const waited = points.slice(-TRAIL).filter((p) => p.intensity !== null);
+function roofFigure({ points, window, link_bytes_per_s: link }, looks, held) {
+  const waited = shownPoints(points, held).filter((p) => p.intensity !== null);
   const xs = waited.map((p) => p.intensity * MB);
   if (window.intensity !== null) xs.push(window.intensity * MB);
   const low = Math.min(...xs, 1) / 4;
@@ -121,6 +137,8 @@ function roofFigure({ points, window, link_bytes_per_s: link }, looks) {
       hovertemplate: "last 20 rounds: %{x:.2f} tokens/MB, %{y:.1f} tokens/s<extra></extra>",
     });
   }
+  const chosen = waited.filter((p) => held.has(p.round));
+  data.push(rings(looks, chosen.map((p) => p.intensity * MB), chosen.map((p) => p.rate)));
   return {
     data,
     layout: {

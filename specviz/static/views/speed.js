@@ -3,12 +3,13 @@
 import { el, legend, setText } from "../dom.js";
 import { duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
-import { Plot, knobMarks } from "../plots.js";
+import { Plot, knobMarks, rings } from "../plots.js";
+import { roundsOf } from "../selection.js";
 import { colours } from "../theme.js";
 
 const PARTS = [["draft", "draft"], ["verify", "verify"], ["stall", "stall"], ["other", "other"]];
 
-export function createSpeed({ state, plotter }) {
+export function createSpeed({ state, plotter, selection, wake }) {
   const panel = createPanel({
     id: "speed",
     title: "Speed",
@@ -16,11 +17,17 @@ export function createSpeed({ state, plotter }) {
     table: () => ({
       head: ["round", "at", "tokens/s, last second", "tokens/s, whole run"],
       rows: (state.figures?.time.series ?? []).map((p) => [p.round, duration(p.t), number(p.rate), number(p.mean)]),
+      choose: ([round]) => selection.choose({ kind: "round", round }),
     }),
   });
   const plot = new Plot({
     label: "Tokens a second over time", height: 230, plotter,
-    figure: () => speedFigure(state.figures, panel.root),
+    figure: () => speedFigure(state.figures, panel.root, selection.current && roundsOf(selection.current, state.scene)),
+    onClick: ({ customdata }) => selection.choose({ kind: "round", round: customdata }),
+  });
+  selection.subscribe(() => {
+    plot.invalidate(true);
+    wake();
   });
   const bar = el("div", { class: "sv-bar sv-bar-time", role: "img" });
   const parts = Object.fromEntries(PARTS.map(([name]) => [name, el("span", { class: `sv-bar-part sv-time-${name}` })]));
@@ -46,15 +53,18 @@ export function createSpeed({ state, plotter }) {
   return { root: panel.root, draw, refreshTable: panel.refreshTable };
 }
 
-function speedFigure({ time, knobs }, node) {
+function speedFigure({ time, knobs }, node, rounds) {
   const looks = colours(node);
   const xs = time.series.map((p) => p.t / 1e9);
   const line = (name, key, style) => ({
     name, type: "scatter", mode: "lines", x: xs, y: time.series.map((p) => p[key]), line: style,
+    customdata: time.series.map((p) => p.round),
     hovertemplate: "%{x:.2f} s: %{y:.1f} tokens/s<extra></extra>",
   });
+  const chosen = time.series.filter((p) => rounds?.has(p.round));
   return {
     data: [
+      rings(looks, chosen.map((p) => p.t / 1e9), chosen.map((p) => p.rate), 12),
       line("last second", "rate", { color: looks.accepted, width: 2 }),
       line("whole run", "mean", { color: looks.muted, width: 2, dash: "dash" }),
     ],

@@ -4,6 +4,7 @@
 import { button, el, setText } from "../dom.js";
 import { integer, percent, plural } from "../format.js";
 import { createPanel } from "../panel.js";
+import { holdsToken, roundsOf } from "../selection.js";
 import { createDetail } from "./detail.js";
 
 const LEGEND = [
@@ -15,8 +16,8 @@ const LEGEND = [
 ];
 const REJECTED_ROUNDS = 200;
 
-/** The token strip; `select(token)` tells the page which token is looked at. */
-export function createStrip({ state, select }) {
+/** The token strip; `selection` is told which token is looked at or chosen. */
+export function createStrip({ state, selection }) {
   const panel = createPanel({
     id: "tokens",
     title: "Tokens",
@@ -45,15 +46,26 @@ export function createStrip({ state, select }) {
   let drawn = [];
   let paragraphs = [];
   let drafts = { count: 0, last: null };
-  let current = null;
-
-  follow(text, select, (token, node) => {
-    current?.classList.remove("sv-current");
-    current = node;
-    node?.classList.add("sv-current");
-    detail.show(token);
+  const boxes = [text, lane];
+  for (const box of boxes) follow(box, selection);
+  selection.subscribe(({ current, chosen, from }) => {
+    if (current?.kind === "token") detail.show(current.token);
+    else if (!current && !selection.from) detail.show(null);
+    const nodes = boxes.flatMap((box) => [...box.querySelectorAll(".sv-token")]);
+    link(nodes);
+    if (chosen && from !== "tokens") boxes.forEach(bringIntoSight);
   });
-  follow(lane, select, (token) => detail.show(token));
+
+  /** Mark those of the nodes whose tokens belong to what is chosen. */
+  function link(nodes) {
+    const { current, chosen } = selection;
+    const rounds = current && roundsOf(current, state.scene);
+    for (const node of nodes) {
+      const held = current !== null && holdsToken(current, node.token, rounds);
+      node.classList.toggle("sv-current", held && current.kind === "token");
+      node.classList.toggle("sv-linked", held && chosen && current.kind !== "token");
+    }
+  }
 
   function draw(figures) {
     const { scene } = state;
@@ -66,7 +78,9 @@ export function createStrip({ state, select }) {
         drawn[sequence] = 0;
       }
       if (drawn[sequence] < tokens.length) {
-        paragraphs[sequence].append(...tokens.slice(drawn[sequence]).map(tokenNode));
+        const nodes = tokens.slice(drawn[sequence]).map(tokenNode);
+        if (selection.chosen) link(nodes);
+        paragraphs[sequence].append(...nodes);
         drawn[sequence] = tokens.length;
       }
     });
@@ -95,7 +109,6 @@ export function createStrip({ state, select }) {
     drawn = [];
     paragraphs = [];
     drafts = { count: 0, last: null };
-    current = null;
     text.replaceChildren();
     lane.replaceChildren();
     detail.show(null);
@@ -110,6 +123,14 @@ const flip = (node) => {
   return on;
 };
 
+/** Scroll the box, and never the page, to its first token that belongs to what is chosen. */
+function bringIntoSight(box) {
+  const node = box.querySelector(".sv-linked, .sv-current");
+  if (!node) return;
+  const by = node.getBoundingClientRect().top - box.getBoundingClientRect().top;
+  if (by < 0 || by > box.clientHeight - 30) box.scrollTop += by - box.clientHeight / 3;
+}
+
 const atEnd = (node) => node.scrollHeight - node.scrollTop - node.clientHeight < 24;
 
 /** One token as a span whose text is exactly the token's; marks for line ends come from the style sheet. */
@@ -123,27 +144,24 @@ function tokenNode(token) {
   return node;
 }
 
-/** Hover, focus, tap and arrow keys inside `box` show a token; only one token is in the tab order. */
-function follow(box, select, show) {
-  const pick = (node) => {
-    if (!node?.token) return;
-    show(node.token, node);
-    select(node.token);
-  };
-  box.addEventListener("pointerover", (event) => pick(event.target.closest?.(".sv-token")));
-  box.addEventListener("pointerdown", (event) => pick(event.target.closest?.(".sv-token")));
+/** Hover and focus look at a token of `box`, click, tap and Enter choose it; only one token is in the tab order. */
+function follow(box, selection) {
+  const at = (event) => event.target.closest?.(".sv-token")?.token;
+  box.addEventListener("pointerover", (event) => at(event) && selection.look({ kind: "token", token: at(event) }));
+  box.addEventListener("click", (event) => at(event) && selection.choose({ kind: "token", token: at(event) }, "tokens"));
   box.addEventListener("focusin", (event) => {
     const node = event.target.closest?.(".sv-token");
     if (!node) return;
     box.querySelector('[tabindex="0"]')?.setAttribute("tabindex", "-1");
     node.setAttribute("tabindex", "0");
     node.setAttribute("aria-label", describe(node.token));
-    pick(node);
+    selection.look({ kind: "token", token: node.token });
   });
   box.addEventListener("keydown", (event) => {
     const nodes = [...box.querySelectorAll(".sv-token")];
     const at = nodes.indexOf(document.activeElement);
     if (at < 0) return;
+    if (event.key === "Enter") selection.choose({ kind: "token", token: nodes[at].token }, "tokens");
     const to = { ArrowRight: at + 1, ArrowDown: at + 10, ArrowLeft: at - 1, ArrowUp: at - 10, Home: 0, End: nodes.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();

@@ -3,23 +3,29 @@
 import { button, canvas, el, legend, setText, tooltip } from "../dom.js";
 import { duration, percent, value } from "../format.js";
 import { createPanel } from "../panel.js";
+import { roundsOf } from "../selection.js";
 import { colours, onThemeChange, reducedMotion } from "../theme.js";
-import { HEIGHT, LANES, drawTimeline, hatch, plotArea, sliceAt } from "./timeline_draw.js";
+import { HEIGHT, LANES, choiceAt, drawTimeline, hatch, plotArea, sliceAt } from "./timeline_draw.js";
 
 /** Pixels that a round gets while the picture follows the run. */
 const ROUND_WIDTH = 230;
 const SHORTEST = 2e4;
+/** A pointer that moved less (px) has clicked, not dragged. */
+const CLICK = 4;
 const KEYS = { w: "in", s: "out", a: "left", d: "right", "+": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right" };
 
-export function createTimeline({ state, wake }) {
+export function createTimeline({ state, selection, wake }) {
   const panel = createPanel({
     id: "timeline",
     title: "Overlap timeline",
     question: "What is hidden, and what stalls?",
-    table: () => timelineTable(state.scene),
+    table: () => ({
+      ...timelineTable(state.scene),
+      choose: (row) => row[6] >= 0 && selection.choose({ kind: "round", round: row[6] }, "timeline"),
+    }),
   });
   const picture = canvas({ tabindex: "0", role: "img", "aria-describedby": "sv-timeline-sentence" }, HEIGHT, () => changed());
-  picture.node.setAttribute("aria-label", "Timeline of computation and transfers. W and S zoom, A and D move, F fits, Space freezes.");
+  picture.node.setAttribute("aria-label", "Timeline of computation and transfers. W and S zoom, A and D move, F fits, Space freezes, N and B choose the next round and the one before.");
   const tip = tooltip(picture.box);
   const formula = el("p", { class: "sv-formula" });
   const view = { start: 0, end: 1e8, follow: true };
@@ -36,7 +42,7 @@ export function createTimeline({ state, wake }) {
   );
   panel.body.append(picture.box, createKey(), formula, el("p", {
     class: "sv-hint",
-    text: "Drag to move. Click the picture, then use the wheel or W A S D to zoom and move, F to fit, Space to freeze.",
+    text: "Drag to move. Click the picture, then use the wheel or W A S D to zoom and move, F to fit, Space to freeze. Click a slice to choose its round (B and N: the one before, the next), a transfer to choose its expert.",
   }));
   onThemeChange(() => {
     looks = colours(panel.root);
@@ -106,12 +112,41 @@ export function createTimeline({ state, wake }) {
     if ((stale || gliding) && picture.width) {
       stale = false;
       pattern ??= hatch(picture.context, looks.stall);
-      drawTimeline(picture, view, state.scene, looks, pattern);
+      drawTimeline(picture, view, state.scene, looks, pattern, selection);
     }
     return gliding;
   }
 
-  listen(picture, { view, zoom, move, fit, setFollow, toggle: () => setFollow(!view.follow), tip, state, changed });
+  selection.subscribe(({ current, chosen, from }) => {
+    if (chosen && from !== "timeline") show(roundsOf(current, state.scene));
+    changed();
+  });
+
+  /** Bring the first of the rounds into view, with some of its neighbours, if none of them is. */
+  function show(numbers) {
+    const rounds = state.scene.rounds.filter(({ round }) => numbers?.has(round));
+    if (!rounds.length || rounds.some((round) => round.end >= view.start && round.start <= view.end)) return;
+    setFollow(false);
+    const span = Math.max(view.end - view.start, rounds[0].end - rounds[0].start);
+    view.start = rounds[0].start - span / 3;
+    view.end = view.start + span;
+  }
+
+  /** Choose the round `by` places from the one that is chosen, or the last one. */
+  function step(by) {
+    const { rounds } = state.scene;
+    const numbers = selection.current && roundsOf(selection.current, state.scene);
+    const at = rounds.findIndex(({ round }) => numbers?.has(round));
+    const next = rounds[at < 0 ? rounds.length - 1 : at + by];
+    if (next) selection.choose({ kind: "round", round: next.round }, "keys");
+  }
+
+  function pick(x, y) {
+    const what = choiceAt(picture, view, state.scene, x, y);
+    if (what) selection.choose(what, "timeline");
+  }
+
+  listen(picture, { view, zoom, move, fit, setFollow, toggle: () => setFollow(!view.follow), tip, state, changed, step, pick });
   return {
     root: panel.root,
     draw,
@@ -125,9 +160,10 @@ export function createTimeline({ state, wake }) {
   };
 }
 
-function listen(picture, { view, zoom, move, fit, toggle, tip, state, setFollow, changed }) {
+function listen(picture, { view, zoom, move, fit, toggle, tip, state, setFollow, changed, step, pick }) {
   const { node } = picture;
   const pointers = new Map();
+  let travelled = 0;
   const share = (event) => {
     const area = plotArea(picture.width);
     return Math.max(0, Math.min(1, (event.offsetX - area.left) / area.width));
@@ -141,28 +177,32 @@ function listen(picture, { view, zoom, move, fit, toggle, tip, state, setFollow,
   }, { passive: false });
   node.addEventListener("pointerdown", (event) => {
     pointers.set(event.pointerId, event.offsetX);
+    travelled = 0;
     node.setPointerCapture(event.pointerId);
   });
   for (const type of ["pointerup", "pointercancel"]) node.addEventListener(type, (event) => pointers.delete(event.pointerId));
   node.addEventListener("pointermove", (event) => {
     if (!pointers.has(event.pointerId)) return hover(event);
     const before = [...pointers.values()];
+    travelled += Math.abs(event.offsetX - pointers.get(event.pointerId));
     const dx = event.offsetX - pointers.get(event.pointerId);
     pointers.set(event.pointerId, event.offsetX);
     if (pointers.size === 2) {
       const after = [...pointers.values()];
       zoom(Math.abs(before[0] - before[1]) / Math.max(8, Math.abs(after[0] - after[1])));
-    } else if (dx) {
+    } else if (dx && travelled > CLICK) {
       move(-dx / plotArea(picture.width).width);
     }
   });
   node.addEventListener("pointerleave", () => tip.hide());
+  node.addEventListener("click", (event) => travelled <= CLICK && pick(event.offsetX, event.offsetY));
   node.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     const action = KEYS[key];
     if (key === "f") fit();
     else if (key === " ") toggle();
+    else if (key === "n" || key === "b") step(key === "n" ? 1 : -1);
     else if (key === "End") setFollow(true);
     else if (action === "in" || action === "out") zoom(action === "in" ? 0.6 : 1 / 0.6);
     else if (action) move(action === "left" ? -0.15 : 0.15);

@@ -3,6 +3,7 @@
 import { bytes, duration, value } from "../format.js";
 import { moving } from "../overlap.js";
 import { FONT } from "../plots.js";
+import { holdsTransfer, roundsOf } from "../selection.js";
 
 export const LANES = [
   { id: "draft", label: "draft", short: "draft" },
@@ -45,7 +46,7 @@ export function hatch(context, colour) {
   return pattern;
 }
 
-export function drawTimeline({ context: pen, width, height }, view, scene, looks, pattern) {
+export function drawTimeline({ context: pen, width, height }, view, scene, looks, pattern, selection) {
   const area = plotArea(width);
   const scale = area.width / (view.end - view.start);
   const x = (t) => area.left + (t - view.start) * scale;
@@ -58,11 +59,15 @@ export function drawTimeline({ context: pen, width, height }, view, scene, looks
   pen.beginPath();
   pen.rect(area.left, 0, area.width, height);
   pen.clip();
+  const { current: chosen } = selection;
+  const numbers = chosen && roundsOf(chosen, scene);
+  if (numbers) drawBands(pen, scene.rounds.filter((round) => seen(round) && numbers.has(round.round)), x, scale, height, looks);
   drawRounds(pen, scene.rounds.filter(seen), x, scale, height, looks);
   for (const slice of scene.slices) if (seen(slice)) drawSlice(pen, slice, x, scale, looks);
   const transfers = scene.transfers.filter(seen);
   for (const transfer of transfers) drawTransfer(pen, transfer, x, scale, looks);
   for (const stall of scene.stalls) if (seen(stall)) drawStall(pen, stall, x, scale, looks, pattern);
+  if (chosen) drawFrames(pen, transfers.filter((transfer) => holdsTransfer(chosen, transfer, numbers)), x, scale, looks);
   drawArrows(pen, transfers, x, looks);
   drawKnobs(pen, scene.knobs.filter((knob) => knob.t >= view.start && knob.t <= view.end), x, height, looks);
   pen.restore();
@@ -78,6 +83,23 @@ function drawLanes(pen, width, area, looks) {
     pen.textAlign = "left";
     pen.fillText(width < 520 ? lane.short : lane.label, 0, y + LANE / 2);
   });
+}
+
+/** The chosen rounds, from top to bottom. */
+function drawBands(pen, rounds, x, scale, height, looks) {
+  pen.fillStyle = looks.focus;
+  pen.globalAlpha = 0.16;
+  for (const round of rounds) pen.fillRect(x(round.start), 0, Math.max(2, (round.end - round.start) * scale), height - BOTTOM);
+  pen.globalAlpha = 1;
+}
+
+/** Frames around the transfers that belong to what is chosen. */
+function drawFrames(pen, transfers, x, scale, looks) {
+  pen.strokeStyle = looks.focus;
+  pen.lineWidth = 2;
+  for (const transfer of transfers) {
+    pen.strokeRect(x(transfer.start) - 1.5, ROW[transfer.lane] - 2.5, Math.max(1, (transfer.end - transfer.start) * scale) + 3, BAR + 5);
+  }
 }
 
 function drawRounds(pen, rounds, x, scale, height, looks) {
@@ -218,8 +240,8 @@ function drawAxis(pen, view, area, x, height, looks) {
   pen.stroke();
 }
 
-/** The words for what is drawn at a point, or null. */
-export function sliceAt({ width }, view, scene, px, py) {
+/** What is drawn at a point: {kind: stall | transfer | slice, item}, or null. */
+function itemAt({ width }, view, scene, px, py) {
   const area = plotArea(width);
   const row = Math.floor((py - TOP) / LANE);
   const lane = LANES[row]?.id;
@@ -228,18 +250,32 @@ export function sliceAt({ width }, view, scene, px, py) {
   const t = view.start + (px - area.left) * per;
   // Two pixels of grace, so that thin slices can be hit.
   const hit = (item) => item.start - 2 * per <= t && t <= item.end + 2 * per;
-  if (lane === "experts") {
-    const stall = scene.stalls.findLast(hit);
-    if (stall) return [`Stall of ${duration(stall.end - stall.start)}`, `layer ${stall.layer} waited for an expert`, `round ${stall.round}`];
-  }
-  if (lane === "demand" || lane === "prefetch") {
-    const transfer = scene.transfers.findLast((item) => item.lane === lane && hit(item));
-    return transfer ? describeTransfer(transfer) : null;
-  }
+  const stall = lane === "experts" && scene.stalls.findLast(hit);
+  if (stall) return { kind: "stall", item: stall };
+  const transfer = scene.transfers.findLast((item) => item.lane === lane && hit(item));
+  if (transfer) return { kind: "transfer", item: transfer };
   const slice = scene.slices.findLast((item) => item.lane === lane && hit(item));
-  if (!slice) return null;
-  const where = slice.layer < 0 ? "the whole pass" : `layer ${slice.layer}`;
-  return [`${slice.pass}: ${slice.op}, ${duration(slice.end - slice.start)}`, `${where}, ${slice.rows} rows`, `round ${slice.round}`];
+  return slice ? { kind: "slice", item: slice } : null;
+}
+
+/** What a click at a point chooses: a transfer's expert in its round, any other slice's round. Null for none. */
+export function choiceAt(picture, view, scene, px, py) {
+  const found = itemAt(picture, view, scene, px, py);
+  if (!found || found.item.round < 0) return null;
+  const { round, layer, expert } = found.item;
+  return found.kind === "transfer" ? { kind: "expert", layer, expert, round } : { kind: "round", round };
+}
+
+/** The words for what is drawn at a point, or null. */
+export function sliceAt(picture, view, scene, px, py) {
+  const found = itemAt(picture, view, scene, px, py);
+  if (!found) return null;
+  const { kind, item } = found;
+  if (kind === "transfer") return describeTransfer(item);
+  const time = duration(item.end - item.start);
+  if (kind === "stall") return [`Stall of ${time}`, `layer ${item.layer} waited for an expert`, `round ${item.round}`];
+  const where = item.layer < 0 ? "the whole pass" : `layer ${item.layer}`;
+  return [`${item.pass}: ${item.op}, ${time}`, `${where}, ${item.rows} rows`, `round ${item.round}`];
 }
 
 function describeTransfer(transfer) {
