@@ -25,9 +25,9 @@ def chrome_trace(events: list[Record]) -> dict[str, Any]:
     """{"traceEvents": …, "displayTimeUnit": "ms", "otherData": …}: slices, flows prefetch → use, counters."""
     start = next((event for event in events if event["kind"] == "run_start"), {})
     rows = _Rows()
-    slices = [*_engine_slices(events), *_transfer_slices(events, rows)]
+    slices = [*_round_slices(events), *_engine_slices(events), *_transfer_slices(events, rows)]
     return {
-        "traceEvents": [*rows.names(), *slices, *_flows(events, rows), *_counters(events), *_knobs(events)],
+        "traceEvents": [*rows.names(), *slices, *_flows(events, rows), *_counters(events), *_marks(events)],
         "displayTimeUnit": "ms",
         "otherData": {name: start.get(name) for name in ("model", "machine", "link", "config", "memory")},
     }
@@ -77,13 +77,22 @@ def _slice(lane_tid: int, name: str, start: int, end: int, args: Record) -> Reco
     }
 
 
-def _engine_slices(events: list[Record]) -> Iterator[Record]:
+def _round_slices(events: list[Record]) -> Iterator[Record]:
+    """One slice a round: the sequences of a batch share its times, and their counts are summed."""
+    rounds: dict[int, list[Record]] = defaultdict(list)
     for event in events:
         if event["kind"] == "round":
-            args = {name: event[name] for name in ("round", "sequence", "k", "drafted", "verified", "accepted")}
-            if event["sequence"] == 0:  # the sequences of a batch share the round's times
-                yield _slice(tid("rounds"), f"round {event['round']}", event["start"], event["verify_end"], args)
-        elif event["kind"] == "stall":
+            rounds[event["round"]].append(event)
+    for number, parts in rounds.items():
+        args = {name: sum(part[name] for part in parts) for name in ("drafted", "verified", "accepted")}
+        args |= {"round": number, "k": parts[0]["k"], "sequences": len(parts)}
+        args["emitted"] = sum(len(part["tokens"]) for part in parts)
+        yield _slice(tid("rounds"), f"round {number}", parts[0]["start"], parts[0]["verify_end"], args)
+
+
+def _engine_slices(events: list[Record]) -> Iterator[Record]:
+    for event in events:
+        if event["kind"] == "stall":
             args = {name: event[name] for name in ("round", "layer")}
             yield _slice(tid("stall"), f"wait L{event['layer']}", event["start"], event["end"], args)
         elif event["kind"] == "compute":
@@ -104,6 +113,7 @@ def _transfer_slices(events: list[Record], rows: _Rows) -> Iterator[Record]:
     for event in sorted(moved, key=lambda event: event["start"]):
         args = {name: event[name] for name in ("id", "round", "layer", "expert", "bytes")}
         args |= {"outcome": outcomes.get(event["id"]), "queued_us": (event["start"] - event["queued"]) / 1000}
+        args["paused_us"] = sum(end - start for start, end in event["pauses"]) / 1000
         name = f"L{event['layer']} E{event['expert']}"
         yield _slice(rows.place(event), name, event["start"], event["end"], args)
 
@@ -139,13 +149,17 @@ def _flows(events: list[Record], rows: _Rows) -> Iterator[Record]:
 
 def _counters(events: list[Record]) -> Iterator[Record]:
     moves: list[tuple[int, int]] = []
+    emitted = 0
     for event in events:
         if event["kind"] == "cache":
             resident = sum(len(layer) for layer in event["resident"])
             yield _counter("resident experts", event["t"], {"experts": resident})
         elif event["kind"] == "round" and event["sequence"] == 0:
             yield _counter("draft length k", event["start"], {"k": event["k"]})
-        elif event["kind"] == "transfer" and event["end"] > event["start"]:
+        if event["kind"] == "round":
+            emitted += len(event["tokens"])
+            yield _counter("tokens emitted", event["t"], {"tokens": emitted})
+        if event["kind"] == "transfer" and event["end"] > event["start"]:
             moves += [(event["start"], event["bytes"]), (event["end"], -event["bytes"])]
     in_flight = 0
     for t, change in sorted(moves):
@@ -157,17 +171,24 @@ def _counter(name: str, t: int, args: Record) -> Record:
     return {"ph": "C", "pid": PID, "tid": 0, "name": name, "ts": t / 1000, "args": args}
 
 
-def _knobs(events: list[Record]) -> Iterator[Record]:
+def _marks(events: list[Record]) -> Iterator[Record]:
+    """What happened at one moment: a phase began, a knob took effect, the drafter was switched off."""
     for event in events:
         if event["kind"] == "knob":
-            name = f"{event['name']}: {event['old']} → {event['new']}"
-            args = {"round": event["round"], "version": event["version"]}
-            yield {
-                "ph": "i",
-                "s": "g",
-                "pid": PID,
-                "tid": tid("rounds"),
-                "name": name,
-                "ts": event["t"] / 1000,
-                "args": args,
-            }
+            yield _mark(event, f"{event['name']}: {event['old']} → {event['new']}", ("round", "version"))
+        elif event["kind"] == "phase":
+            yield _mark(event, event["phase"], ("detail",))
+        elif event["kind"] == "draft_alarm":
+            yield _mark(event, "draft switched off", ("round", "reason"))
+
+
+def _mark(event: Record, name: str, arguments: tuple[str, ...]) -> Record:
+    return {
+        "ph": "i",
+        "s": "g",
+        "pid": PID,
+        "tid": tid("rounds"),
+        "name": name,
+        "ts": event["t"] / 1000,
+        "args": {argument: event[argument] for argument in arguments},
+    }

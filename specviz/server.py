@@ -14,6 +14,7 @@ from engine.serve.session import Session
 from specviz.assets import NDJSON, PlotlyScript, Recording, StaticFiles
 from specviz.live import LiveSocket
 from specviz.perfetto import chrome_trace
+from specviz.spreadsheet import summary_csv
 from specviz.trace import summary
 from specviz.whatif import whatif_routes
 
@@ -47,7 +48,7 @@ def health(session: Session) -> Callable[[Request], Response]:
 
 
 class Exports:
-    """A run as a file to keep: trace.json, events.ndjson (`?from=SEQ` for a part), summary.json."""
+    """A run as a file to keep: trace.json, events.ndjson (`?from=SEQ` for a part), summary.json, summary.csv."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -55,13 +56,12 @@ class Exports:
     async def endpoint(self, request: Request) -> Response:
         params = request.path_params
         hub = self._session.registry.find(params["run"], params["token"])
-        makers = {"trace.json": _trace, "events.ndjson": _events, "summary.json": _summary}
-        if hub is None or params["name"] not in makers:
+        if hub is None or params["name"] not in MAKERS:
             return PlainTextResponse("no such run: it may be too long ago", 404)
         start = request.query_params.get("from", "1")
         lines = await run_in_threadpool(hub.lines, int(start) if start.isdecimal() else 1)
-        body = await run_in_threadpool(makers[params["name"]], lines)
-        media_type = NDJSON if params["name"].endswith(".ndjson") else "application/json"
+        make, media_type = MAKERS[params["name"]]
+        body = await run_in_threadpool(make, lines)
         headers = {
             "content-disposition": f'attachment; filename="specviz-{hub.id}-{params["name"]}"',
             "cache-control": "no-store",
@@ -79,3 +79,16 @@ def _trace(lines: list[str]) -> str:
 
 def _summary(lines: list[str]) -> str:
     return json.dumps(summary([json.loads(line) for line in lines]), indent=2)
+
+
+def _spreadsheet(lines: list[str]) -> str:
+    return summary_csv(summary([json.loads(line) for line in lines]))
+
+
+#: File name → what makes it of the event lines, and its type.
+MAKERS: dict[str, tuple[Callable[[list[str]], str], str]] = {
+    "trace.json": (_trace, "application/json"),
+    "events.ndjson": (_events, NDJSON),
+    "summary.json": (_summary, "application/json"),
+    "summary.csv": (_spreadsheet, "text/csv; charset=utf-8"),
+}

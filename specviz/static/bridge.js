@@ -5,6 +5,7 @@
 
 const base = new URL("../", import.meta.url);
 let current = null; // {run, token} of this page's last run
+let opened = null; // the text of a recording that somebody opened
 let next = 1; // the first sequence number that the generator has not brought yet
 let filling = Promise.resolve();
 
@@ -67,15 +68,44 @@ function receive(text) {
 
 /** Saves the current run, or the recording while there is no run yet. */
 function download(name) {
+  if (current) return save(name, exportUrl(current, name));
+  if (opened) return saveBlob("recording.ndjson", new Blob([opened], { type: "application/x-ndjson" }));
+  return save("recording.ndjson", new URL("recording.ndjson", base).href);
+}
+
+function save(name, href) {
   const link = document.createElement("a");
-  if (current) {
-    link.href = exportUrl(current, name);
-  } else {
-    link.href = new URL("recording.ndjson", base).href;
-    name = "recording.ndjson";
-  }
+  link.href = href;
   link.download = name;
   link.click();
 }
 
-window.specvizBridge = { receive, download, clicked: () => window.specviz?.clicked?.() };
+function saveBlob(name, blob) {
+  const url = URL.createObjectURL(blob);
+  save(name, url);
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+/** Saves all figures as one picture. */
+async function picture(format) {
+  const blob = await window.specviz?.picture(format);
+  if (blob) saveBlob(`specviz-figures.${format}`, blob);
+}
+
+/** Asks for an exported run and plays it; it never leaves the browser. */
+function open() {
+  const input = document.createElement("input");
+  input.type = "file";
+  input.accept = ".ndjson,.gz";
+  input.onchange = async () => {
+    try {
+      opened = await window.specviz.open(input.files[0]);
+      current = null;
+    } catch {
+      // The page says why.
+    }
+  };
+  input.click();
+}
+
+window.specvizBridge = { receive, download, picture, open, clicked: () => window.specviz?.clicked?.() };

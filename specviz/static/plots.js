@@ -8,6 +8,7 @@ const REDRAW_EVERY = 500;
 /** Plots narrower than this (px) get a lower height. */
 const NARROW = 340;
 const NARROW_HEIGHT = 250;
+const UNSEEN_WIDTH = 560;
 const WAIT_FOR_PLOTLY = 20_000;
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif';
 
@@ -74,11 +75,8 @@ export class Plot {
     if (!this.#dirty || !this.#visible || !this.#width || now - this.#drawn < REDRAW_EVERY) return false;
     this.#dirty = false;
     this.#drawn = now;
-    const { data, layout } = this.figure(this.#width);
-    const full = { ...baseLayout(this.node, this.height, this.#width), ...layout, uirevision };
-    for (const axis of Object.keys(full).filter((key) => /^[xy]axis/.test(key))) {
-      full[axis] = { ...baseAxis(this.node), ...full[axis] };
-    }
+    const { data, layout } = this.spec();
+    const full = { ...layout, uirevision };
     const config = { displayModeBar: false, responsive: false, scrollZoom: false, doubleClick: "reset" };
     if (this.#made) window.Plotly.react(this.node, data, full, config);
     else this.#make(data, full, config);
@@ -89,6 +87,17 @@ export class Plot {
     this.#made = true;
     window.Plotly.newPlot(this.node, data, layout, config);
     if (this.onClick) this.node.on("plotly_click", ({ points }) => this.onClick(points[0]));
+  }
+
+  /** {data, layout} as it would be drawn now, for a picture even of a plot that nobody has scrolled to. */
+  spec() {
+    const width = this.#width || UNSEEN_WIDTH;
+    const { data, layout } = this.figure(width);
+    const full = { ...baseLayout(this.node, this.height ?? this.fullHeight, width), ...layout };
+    for (const axis of Object.keys(full).filter((key) => /^[xy]axis/.test(key))) {
+      full[axis] = { ...baseAxis(this.node), ...full[axis] };
+    }
+    return { data, layout: full };
   }
 
   /** Say why there is no plot. */
@@ -103,7 +112,7 @@ export class Plot {
 
 /** All plots of the page. */
 export class Plotter {
-  #plots = [];
+  plots = [];
   #ready = false;
   #turn = 0;
 
@@ -114,29 +123,29 @@ export class Plotter {
         this.#ready = true;
         wake();
       },
-      (error) => this.#plots.forEach((plot) => plot.fail(error.message)),
+      (error) => this.plots.forEach((plot) => plot.fail(error.message)),
     );
   }
 
   add(plot) {
-    this.#plots.push(plot);
+    this.plots.push(plot);
   }
 
   invalidate(now = false) {
-    for (const plot of this.#plots) plot.invalidate(now);
+    for (const plot of this.plots) plot.invalidate(now);
   }
 
   /** Draw at most one plot; true while some still wait for their turn. */
   frame(now, uirevision) {
     if (!this.#ready) return false;
-    for (let i = 0; i < this.#plots.length; i++) {
-      const plot = this.#plots[(this.#turn + i) % this.#plots.length];
+    for (let i = 0; i < this.plots.length; i++) {
+      const plot = this.plots[(this.#turn + i) % this.plots.length];
       if (plot.draw(now, uirevision)) {
-        this.#turn = (this.#turn + i + 1) % this.#plots.length;
+        this.#turn = (this.#turn + i + 1) % this.plots.length;
         break;
       }
     }
-    return this.#plots.some((plot) => plot.waiting);
+    return this.plots.some((plot) => plot.waiting);
   }
 }
 

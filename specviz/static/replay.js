@@ -3,18 +3,6 @@
 /** How long a finished recording rests before it starts again, in ms. */
 const REST = 8000;
 
-/** Lines of JSON to events; a broken line is an error that says which. */
-export function parse(text) {
-  return text.split("\n").flatMap((line, i) => {
-    if (!line.trim()) return [];
-    try {
-      return [JSON.parse(line)];
-    } catch {
-      throw new Error(`line ${i + 1} of the recording is not JSON`);
-    }
-  });
-}
-
 /** A player over `events`. `handlers`: events(list), restart() to forget everything before a jump back. */
 export class Replay {
   playing = false;

@@ -2,11 +2,15 @@
 //
 //   attach({run, token})   show a live run        feed(batch)    a batch that came through the generator
 //   replay({url, label})   play a recording       detach()       let go of the run
+//   open(file)             play a recording that somebody chose, with no server and no model
+//   picture("svg" | "png") all figures as a Blob
 //   clicked()              start the next run's clock at the click, before it has a number
 //   set(name, value), stop()                      commands over the websocket; false when it is not open
 
 import { el } from "./dom.js";
-import { Replay, parse } from "./replay.js";
+import { drawPng, drawSvg } from "./pictures.js";
+import { readEvents, readText } from "./recording.js";
+import { Replay } from "./replay.js";
 import { Stage } from "./stage.js";
 import { themeChanged, watchTheme } from "./theme.js";
 import { Transport } from "./transport.js";
@@ -85,18 +89,43 @@ class SpecViz {
   async replay({ url = RECORDING, label = "", autoplay = true } = {}) {
     this.detach();
     const request = this.#request;
-    const stage = this.#stage;
     let events;
     try {
       const answer = await fetch(url);
       if (!answer.ok) throw new Error(`no recording could be loaded (${answer.status})`);
-      events = parse(await answer.text());
+      events = readEvents(await answer.text());
     } catch (error) {
       // Someone may have started a run while the recording was on its way.
       if (request === this.#request) this.#show({ message: url === RECORDING ? null : error.message });
       return;
     }
-    if (request !== this.#request) return;
+    if (request === this.#request) this.#play(events, label, autoplay);
+  }
+
+  /** Resolves with the file's text; rejects, with the page as it was and the reason said, when it is no recording. */
+  async open(file) {
+    try {
+      const text = await readText(file);
+      const events = readEvents(text, file.name);
+      this.detach();
+      this.#play(events, file.name, true);
+      return text;
+    } catch (error) {
+      this.#show({ message: error.message });
+      throw error;
+    }
+  }
+
+  async picture(format) {
+    const { facts } = this.state.metrics;
+    const told = facts ? `${facts.model.name} · ${facts.machine.cpu ?? ""} · ${facts.link.label}` : "SpecViz";
+    const emulated = facts?.link.emulated && !/emulated/i.test(facts.link.label) ? " (emulated)" : "";
+    const svg = await drawSvg(this.root, this.#stage.plotter.plots, told + emulated);
+    return format === "png" ? drawPng(svg) : svg;
+  }
+
+  #play(events, label, autoplay) {
+    const stage = this.#stage;
     stage.reset();
     const machine = events.find((event) => event.kind === "run_start")?.machine;
     const replay = new Replay(events, {

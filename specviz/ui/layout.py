@@ -23,7 +23,16 @@ INTRO = (
     "Speculative decoding on a Mixture-of-Experts model whose experts do not fit in fast memory. "
     "Press **Generate**, then move a knob and watch what it does."
 )
-EXPORTS = {"trace.json": "Perfetto trace", "events.ndjson": "Events", "summary.json": "Summary"}
+#: Button → what it says and does.
+EXPORTS = {
+    "trace": ("Perfetto trace", "download('trace.json')"),
+    "events": ("Events", "download('events.ndjson')"),
+    "summary": ("Summary, JSON", "download('summary.json')"),
+    "csv": ("Summary, CSV", "download('summary.csv')"),
+    "svg": ("Figures, SVG", "picture('svg')"),
+    "png": ("Figures, PNG", "picture('png')"),
+    "open": ("Open a saved run", "open()"),
+}
 #: A phone shows the panels first and the knobs on demand.
 FOLD_ON_PHONES = """() => {
     if (window.innerWidth < 700) document.querySelectorAll("#sv-controls .label-wrap.open").forEach((b) => b.click());
@@ -60,12 +69,15 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
 
 
 def _create_downloads() -> None:
-    with gr.Accordion("Download this run", open=False):
-        gr.Markdown("Open the trace at ui.perfetto.dev, or in any viewer of Chrome traces.")
+    with gr.Accordion("Save this run, open another", open=False, elem_id="sv-downloads"):
+        gr.Markdown(
+            "Open the trace at ui.perfetto.dev, or in any viewer of Chrome traces. Saved **events** (.ndjson or "
+            ".ndjson.gz) play here again, with no model and without leaving your browser."
+        )
         with gr.Row():
-            for name, label in EXPORTS.items():
-                button = gr.Button(label, size="sm", elem_id=f"sv-download-{name.split('.')[0]}")
-                button.click(None, js=f"() => window.specvizBridge?.download({name!r})", **_named(f"download_{name}"))
+            for name, (label, action) in EXPORTS.items():
+                button = gr.Button(label, size="sm", min_width=120, elem_id=f"sv-download-{name}")
+                button.click(None, js=f"() => window.specvizBridge?.{action}", **_named(f"download_{name}"))
 
 
 def _named(name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def choose_slow_link(page) -> None:
 def export(page, app, name: str) -> str:
     """An export of the page's run, through the address that its download button uses."""
     if not page.is_visible("#sv-download-trace"):
-        page.get_by_text("Download this run").click()
+        page.get_by_text("Save this run").click()
     with page.expect_download() as download:
         page.click(f"#sv-download-{name}")
     return download.value.path().read_text()

@@ -193,7 +193,8 @@ def test_socket_address_follows_the_scripts_own(script, socket):
 
 REPLAY = """
 import { readFileSync } from "node:fs";
-const { Replay, parse } = await import(`file://${process.argv[2]}/replay.js`);
+const { Replay } = await import(`file://${process.argv[2]}/replay.js`);
+const { readEvents: parse } = await import(`file://${process.argv[2]}/recording.js`);
 const { Scene } = await import(`file://${process.argv[2]}/scene.js`);
 const load = (name) => parse(readFileSync(`${process.argv[3]}/${name}.ndjson`, "utf-8"));
 """
@@ -291,3 +292,32 @@ def test_loading_tells_its_rate_and_the_time_left():
     assert out["rate"] == pytest.approx(4)
     assert out["text"] == "loading packing experts 96 % of 1.95 GiB · 4 MiB/s · 20.0 s left"
     assert out["plain"].startswith("loading packing experts 0") and "left" not in out["plain"]
+
+
+def test_a_broken_recording_is_refused_with_its_line():
+    out = run(
+        """
+    const lines = readFileSync(`${process.argv[3]}/hand.ndjson`, "utf-8").trim().split("\\n");
+    const change = (line, values) => JSON.stringify({ ...JSON.parse(line), ...values });
+    const without = (line, name) => change(line, { [name]: undefined });
+    const round = lines.findIndex((line) => JSON.parse(line).kind === "round");
+    const cases = {
+      "line 4 is not JSON: is the file cut off?": [...lines.slice(0, 3), lines[3].slice(0, 40)],
+      "version 99, this page reads 1": [change(lines[0], { schema: 99 }), ...lines.slice(1)],
+      "line 2 is no event": [lines[0], "[]", ...lines.slice(1)],
+      "line 3: sequence numbers must rise": [lines[0], lines[2], lines[1]],
+      "has no time": [lines[0], change(lines[1], { t: "soon" })],
+      "holds no run_start": lines.slice(1),
+      "this round is not as this version tells it": lines.with(round, without(lines[round], "tokens")),
+    };
+    const complaint = (text) => { try { parse(text, "a.ndjson"); return ""; } catch (error) { return error.message; } };
+    const wrong = Object.keys(cases).filter((message) => !complaint(cases[message].join("\\n")).includes(message));
+    const empty = complaint("");
+    const newer = [...lines.slice(0, 2), JSON.stringify({ seq: 3, kind: "mood", t: 0 })];
+    const [more, whole] = [newer, lines].map((list) => parse(list.join("\\n")).length);
+    console.log(JSON.stringify({ wrong, empty, newer: more, whole, n: lines.length }));
+    """,
+        REPLAY,
+    )
+    assert out["wrong"] == [] and "a.ndjson holds no run_start" in out["empty"]
+    assert out["newer"] == 3 and out["whole"] == out["n"]

@@ -30,7 +30,8 @@ def test_scripts_never_turn_data_into_markup_or_code(path):
 
 @pytest.mark.parametrize("path", SCRIPTS + STYLES, ids=lambda path: path.name)
 def test_nothing_comes_from_elsewhere(path):
-    assert not re.findall(r"https?://|@import|url\(", code(path))
+    text = code(path).replace('"http://www.w3.org/2000/svg"', "")  # a name that is never fetched
+    assert not re.findall(r"https?://|@import|url\(", text)
 
 
 @pytest.mark.parametrize("path", STYLES, ids=lambda path: path.name)
