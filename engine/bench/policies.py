@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
 from engine.report import link_info, machine_info
-from engine.speculation.drafters import self_draft_bits
+from engine.speculation.drafters import self_draft_bits, sparse_experts
 
 OURS = "speculation and prefetch"
 SAME_CACHE = "(a) on-demand LRU, k = 0, same cache"
@@ -28,8 +28,8 @@ NEXT_LAYER = "(d) speculation, next-layer prefetch"
 TRANSFORMERS = "(e) transformers, accelerate on disk"
 #: Draft and cache together get this share of the experts' bytes.
 LIMIT = 0.5
-#: What the trial tries, with each draft that leaves room for a cache.
-TRIAL_K = (8, K_LIMIT)
+#: What the trial tries, with each draft that leaves room for a cache, until longer is slower.
+TRIAL_K = (4, 6, 8, K_LIMIT)
 TRIAL_TOKENS = 40
 #: A draft that is slower than this share of the best so far is not tried with another k.
 HOPELESS = 0.6
@@ -85,16 +85,17 @@ def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
 
 
 def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A short run over one prompt for each quantized draft that leaves room for a cache, with TRIAL_K while it may win.
+    """A short run over one prompt for each draft by the target itself that leaves room for a cache, with some k.
 
     `slots` is how many experts the cache holds, of all layers together.
     """
     trials: list[dict[str, Any]] = []
     for draft in DRAFTS:
         split = split_memory(config, draft, LIMIT)
-        if self_draft_bits(draft) is None or split.slots < split.layers:
+        if (self_draft_bits(draft) or sparse_experts(draft)) is None or split.slots < split.layers:
             continue
         engine = Engine.load(_ours(config, draft, split))
+        rate = 0.0
         try:
             for k in TRIAL_K:
                 options = GenerationConfig(max_new_tokens=TRIAL_TOKENS, k=k)
@@ -107,7 +108,8 @@ def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[st
                     "tokens_per_round": result["new_tokens"] / result["rounds"],
                 })  # fmt: skip
                 say(f"trial: {draft}, k = {k}: {result['decode_tok_s']:.2f} tokens/s")
-                if trials[-1]["tokens_per_s"] < HOPELESS * max(trial["tokens_per_s"] for trial in trials):
+                slower, rate = result["decode_tok_s"] < rate, result["decode_tok_s"]
+                if slower or rate < HOPELESS * max(trial["tokens_per_s"] for trial in trials):
                     break
         finally:
             engine.close()

@@ -247,9 +247,9 @@ class ExpertCache:
         """Settle and free all slots. The link stays open: it belongs to the caller."""
         with self.lock:
             self.settle()
-            for shelf in self._shelves:
+            for layer, shelf in enumerate(self._shelves):
                 for slot in list(shelf.slots):
-                    shelf.drop(slot)
+                    self._shelves.drop(layer, slot)
 
     # What it knows.
 
@@ -306,7 +306,7 @@ class ExpertCache:
             free = shelf.free_slot() or self._evict(layer)
             if free is None:
                 break
-            shelf.drop(free)
+            self._shelves.drop(layer, free)
         excess = self._shelves.excess(layer) - sum(slot.draining for slot in shelf.slots)
         if excess > 0:
             self._cancel([(layer, slot) for slot in shelf.slots if slot.cancellable][:excess])
@@ -394,7 +394,7 @@ class ExpertCache:
             slot.transfer, slot.late = None, False
             self._prefetching.discard(transfer.id)
             if transfer.abandoned:
-                shelf.drop(slot)
+                self._shelves.drop(layer, slot)
             elif transfer.state != DONE:
                 shelf.clear(slot)
             if awaited and self._stream is not None:

@@ -6,12 +6,15 @@ import threading
 import time
 
 from engine.offload.links import Link
+from engine.offload.source import PAGE
 from engine.offload.transfer import Chunk
 from engine.offload.worker import Source, Worker
 
-#: Direct reads of 1 MiB reach the device's bandwidth (measured: 2.0-3.4 GB/s), and a demand waits for one at most.
-CHUNK = 2**20
 WORKERS = 2
+#: Bytes of a read. One of 1 MiB reaches the device's bandwidth (measured: 2.0-3.4 GB/s); an expert of 5 MiB in
+#: halves, one for each worker, decodes 10 % faster than in fifths, because every chunk takes the interpreter away from
+#: the thread that computes. A demand waits for one at most.
+MIN_CHUNK, MAX_CHUNK = 2**20, 2**22
 
 
 class DiskLink(Link):
@@ -30,7 +33,8 @@ class DiskLink(Link):
         return self._meter.bytes_per_s
 
     def _chunk_nbytes(self) -> int:
-        return CHUNK
+        share = -(-self.source.expert_nbytes // (WORKERS * PAGE)) * PAGE
+        return min(max(share, MIN_CHUNK), MAX_CHUNK)
 
     def _move(self, chunk: Chunk, worker: Worker) -> None:
         self._meter.begin()

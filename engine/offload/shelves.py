@@ -22,6 +22,8 @@ class Shelves:
     def __init__(self, shape: ExpertShape, dtype: torch.dtype, layers: int, device: torch.device = CPU) -> None:
         self._shelves = [Shelf(shape, dtype, 0, device) for _ in range(layers)]
         self._spare = 0
+        # Spare slots in use: counted as they come and go, because every request of every layer asks.
+        self._lent = 0
         self.at = 0
 
     def __getitem__(self, layer: int) -> Shelf:
@@ -39,6 +41,7 @@ class Shelves:
         self._spare = rest if lend else 0
         for layer, shelf in enumerate(self._shelves):
             shelf.capacity = own if lend else own + (layer < rest)
+        self._lent = sum(shelf.lent for shelf in self._shelves)
 
     def has_free(self, layer: int) -> bool:
         """Whether `take_free` would give a slot."""
@@ -47,11 +50,21 @@ class Shelves:
     def take_free(self, layer: int) -> Slot | None:
         """A slot of `layer` that holds nothing, allocated if there may be another."""
         shelf = self._shelves[layer]
-        return shelf.free_slot() or (shelf.allocate() if self._may_allocate(layer) else None)
+        if (slot := shelf.free_slot()) is not None or not self._may_allocate(layer):
+            return slot
+        slot = shelf.allocate()
+        self._lent += len(shelf.slots) > shelf.capacity
+        return slot
+
+    def drop(self, layer: int, slot: Slot) -> None:
+        """Give the memory of `slot` back."""
+        shelf = self._shelves[layer]
+        self._lent -= shelf.lent > 0
+        shelf.drop(slot)
 
     def excess(self, layer: int) -> int:
         """How many slots `layer` has to give back."""
-        return max(0, min(self._shelves[layer].lent, self._lent() - self._spare))
+        return max(0, min(self._shelves[layer].lent, self._lent - self._spare))
 
     def lenders(self, layer: int) -> list[int]:
         """Layers with spare slots that are needed later than `layer`, the one needed last first."""
@@ -65,16 +78,16 @@ class Shelves:
 
     def lend(self, slot: Slot, lender: int, layer: int) -> Slot:
         """Move a free slot."""
-        self._shelves[lender].slots.remove(slot)
-        self._shelves[layer].slots.append(slot)
+        giver, taker = self._shelves[lender], self._shelves[layer]
+        self._lent -= giver.lent > 0
+        giver.slots.remove(slot)
+        taker.slots.append(slot)
+        self._lent += taker.lent > 0
         return slot
-
-    def _lent(self) -> int:
-        return sum(shelf.lent for shelf in self._shelves)
 
     def _may_allocate(self, layer: int) -> bool:
         shelf = self._shelves[layer]
-        return len(shelf.slots) < shelf.capacity or self._lent() < self._spare
+        return len(shelf.slots) < shelf.capacity or self._lent < self._spare
 
     def _due(self, layer: int) -> int:
         return (layer - self.at) % len(self._shelves)

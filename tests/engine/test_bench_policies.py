@@ -83,7 +83,8 @@ def test_nobody_gets_more_memory_or_another_text(report: dict) -> None:
 def test_the_trial_tries_what_fits_and_the_best_is_chosen(report: dict) -> None:
     best = max(report["trials"], key=lambda trial: trial["tokens_per_s"])
     assert report["chosen"] == {name: best[name] for name in ("draft", "k", "slots")}
-    assert {trial["k"] for trial in report["trials"]} == set(policies.TRIAL_K)
+    assert {trial["k"] for trial in report["trials"]} <= set(policies.TRIAL_K)
+    assert {"self-int4", "sparse", "sparse-1"} <= {trial["draft"] for trial in report["trials"]}
     assert "none" not in {trial["draft"] for trial in report["trials"]}
 
 

@@ -117,6 +117,7 @@ class Driver:
             assert len(shelf.by_expert) == len(shelf.resident()) <= len(shelf.slots)
             if not cache._policy.lends:
                 assert len(shelf.slots) <= cache.slots_per_layer + cache._extra
+        assert cache._shelves._lent == sum(shelf.lent for shelf in cache._shelves)
         self.source.failing = set()
         for layer in range(LAYERS):
             self.stream(layer, list(range(EXPERTS)), None, [])

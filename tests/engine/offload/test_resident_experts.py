@@ -13,8 +13,10 @@ from transformers.integrations import moe
 from engine.errors import Cancelled
 from engine.offload.cache import ExpertCache
 from engine.offload.disk import DiskLink
-from engine.offload.resident import ResidentExperts
+from engine.offload.likeness import Likeness
+from engine.offload.resident import ResidentExperts, share_of_the_rest
 from engine.offload.source import ExpertSource
+from engine.offload.stream import Lease
 
 TOP_K = 3
 
@@ -168,3 +170,90 @@ def test_stops(cache):
     experts.stop.set()
     with pytest.raises(Cancelled):
         experts.run(0, Module(), *route(1))
+
+
+class AlikeSource:
+    """The experts of `source`, each mixed with the layer's first one so that any two weights correlate by `cosine`."""
+
+    def __init__(self, source: ExpertSource, cosine: float) -> None:
+        self._source, self._cosine = source, cosine
+        self.table, self.dtype, self.expert_nbytes = source.table, source.dtype, source.expert_nbytes
+
+    def __getattr__(self, name: str):
+        return getattr(self._source, name)
+
+    def read(self, layer: int, expert: int, offset: int, out: torch.Tensor) -> None:
+        whole = [torch.empty(self.expert_nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._source.read(layer, 0, 0, whole[0])
+        self._source.read(layer, expert, 0, whole[1])
+        common, own = (part.view(torch.float32) for part in whole)
+        mixed = self._cosine**0.5 * common + (1 - self._cosine) ** 0.5 * own if expert else own
+        out.copy_(mixed.view(torch.uint8)[offset : offset + out.numel()])
+
+
+@pytest.fixture
+def alike(make_checkpoint) -> Iterator[ExpertCache]:
+    """Experts 1 and 2 of four that are nearly the same."""
+    source = AlikeSource(ExpertSource(make_checkpoint(torch.float32).table, direct=False), 0.998)
+    cache = ExpertCache(source.table, 2, torch.float32, DiskLink(source), "lru")
+    for lease in cache.stream(0, [1, 2]):
+        assert lease.expert in (1, 2)
+    yield cache
+    cache.close()
+    cache.link.close()
+    source.close()
+
+
+@pytest.mark.parametrize("most", (1, 2))
+def test_what_is_here_stands_in_for_what_is_like_it(most: int, alike):
+    """No token has an expert here; the whole layer's output still comes out nearly right."""
+    hidden = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    index, weights = torch.tensor([[0, 3]] * 5), torch.tensor([[0.7, 0.3]] * 5)
+    out = ResidentExperts(alike, Observer(), most, native=False).run(0, Module(), hidden, index, weights).double()
+    whole = dense(alike, hidden, torch.tensor([[2, 3]] * 5), weights, {2, 3}, 2)
+    assert F.cosine_similarity(out, whole).min() > 0.97
+    assert (out.norm(dim=1) / whole.norm(dim=1)).sub(1).abs().max() < 0.15
+
+
+def test_one_of_two_experts_speaks_for_both(alike):
+    hidden = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
+    index, weights = torch.tensor([[1, 2]] * 5), torch.tensor([[0.6, 0.4]] * 5)
+    one, both = (
+        ResidentExperts(alike, Observer(), most, native=False).run(0, Module(), hidden, index, weights)
+        for most in (1, 2)
+    )
+    assert F.cosine_similarity(one, both).min() > 0.97
+    assert (one.norm(dim=1) / both.norm(dim=1)).sub(1).abs().max() < 0.1
+
+
+def lease(expert: int, matrix: torch.Tensor) -> Lease:
+    return Lease(expert, matrix, matrix.T)
+
+
+@pytest.mark.parametrize(("cosine", "expected"), ((1.0, 1.0), (0.9, 0.9**3), (0.3, 0.0), (0.0, 0.0), (-1.0, 0.0)))
+def test_likeness_is_the_correlation_of_outputs(cosine: float, expected: float):
+    generator = torch.Generator().manual_seed(3)
+    one, noise = (torch.randn(200, 300, generator=generator) for _ in range(2))
+    other = cosine * one + (1 - cosine**2) ** 0.5 * noise
+    likeness = Likeness()
+    likeness.compare(0, {4: lease(4, one)})
+    assert not likeness.known(0) and likeness.of(0) == 0
+    likeness.compare(0, {4: lease(4, one), 5: lease(5, other)})
+    assert likeness.known(0) and likeness.of(0) == pytest.approx(expected, abs=0.03)
+    assert not likeness.known(1)
+
+
+@pytest.mark.parametrize("alike", (0.0, 0.2, 0.7, 1.0))
+@pytest.mark.parametrize("computed", (1, 2, 5))
+def test_the_share_is_the_least_squares_one(alike: float, computed: int):
+    """Against the normal equations of outputs that correlate by `alike`."""
+    if alike == 1.0:
+        expected = torch.full((computed,), 1 / computed)
+    else:
+        covariance = torch.eye(computed) * (1 - alike) + alike
+        expected = torch.linalg.solve(covariance, torch.full((computed,), alike))
+    torch.testing.assert_close(torch.full((computed,), share_of_the_rest(alike, computed)), expected)
+
+
+def test_nothing_computed_takes_no_share():
+    assert share_of_the_rest(0.9, 0) == 0
