@@ -53,8 +53,10 @@ class PassObserver:
             return
         self._slice("attention", layer, len(index))
         self.routes[layer], self.gates[layer] = index, weights
-        if self._lane == "verify" and self.prefetcher is not None:
-            self.prefetcher.verifying(layer, hidden)
+        if self.prefetcher is not None:
+            self.prefetcher.reached(layer, index)
+            if self._lane == "verify":
+                self.prefetcher.verifying(layer, hidden)
 
     def computed(self, layer: int, rows: int) -> None:
         if self._lane != "draft":
@@ -66,6 +68,8 @@ class PassObserver:
 
     def end(self) -> None:
         """The target pass is done; what came after its last experts was the output head."""
+        if self.prefetcher is not None:
+            self.prefetcher.passed()
         self._slice("head", -1, len(self._row_positions))
 
     def experts_by_rows(self) -> tuple[list[int], list[int]]:

@@ -56,6 +56,7 @@ class ExpertCache:
         self._shelves = Shelves(table.shape, dtype, table.layers, device)
         self._policy = create_policy(policy)
         self._plan: Plan | None = None
+        self._streaming = False
         self._stream: ExpertStream | None = None
         self._prefetching: set[int] = set()
         self.ledger = Ledger(table.layers, link.source.expert_nbytes, observer)
@@ -150,6 +151,19 @@ class ExpertCache:
             self._load(layer, expert, slot, "prefetch", deadline)
             self.ledger.stats.prefetched += 1
             return True
+
+    def approach(self, layer: int) -> None:
+        """The decoder comes to `layer`: the one behind it is needed last, and lends its spare slots first."""
+        with self.lock:
+            self._shelves.at = layer
+
+    def set_streaming(self, streaming: bool) -> None:
+        """Whether whole layers stream through, which takes fewer spare slots."""
+        with self.lock:
+            if streaming != self._streaming:
+                self._streaming = streaming
+                self._share_out()
+                self.lock.notify_all()
 
     def plan(self, wanted: Plan | None) -> None:
         """What the next verification wants, per layer: expert → gate weight. May still grow; None forgets it."""
@@ -325,11 +339,25 @@ class ExpertCache:
         return min(slots_per_layer, self.table.experts)
 
     def _share_out(self) -> None:
-        """A policy that looks ahead keeps one slot a layer to lend, where two are left."""
-        lends = self._policy.lends
-        self._shelves.share_out(self.total_slots, self._capacity - (lends and self._capacity > 1), lends)
+        self._shelves.share_out(self.total_slots, self._spare())
         for layer in range(self.table.layers):
             self.trim(layer)
+
+    def _spare(self) -> int:
+        """Slots that layers lend each other.
+
+        Behind a policy that looks ahead one a layer, where two are left, and those that are too few for all layers.
+        While whole layers stream through, as many as hold two layers' absent experts: one is computed, the next one
+        arrives. More would keep nothing that is needed sooner.
+        """
+        layers, total = self.table.layers, self.total_slots
+        if self._streaming:
+            # Twice what a layer lacks: spare = 2 (experts - (total - spare) / layers).
+            spare = -(-2 * (self.table.experts * layers - total) // max(1, layers - 2))
+            return max(0, min(spare, total - layers))
+        if not self._policy.lends:
+            return 0
+        return total - layers * max(1, self._capacity - 1)
 
     def _planned(self, layer: int) -> Mapping[int, float]:
         return self._plan[layer] if self._plan else {}

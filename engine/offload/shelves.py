@@ -32,15 +32,15 @@ class Shelves:
     def __iter__(self) -> Iterator[Shelf]:
         return iter(self._shelves)
 
-    def share_out(self, slots: int, own: int, lend: bool) -> None:
-        """`slots` in all, `own` of them in each layer. The rest is lent, or one each goes to the first layers.
+    def share_out(self, slots: int, spare: int) -> None:
+        """`slots` in all, `spare` of them to lend. Each layer owns as many of the others, the first ones one more.
 
         What is in excess of the new numbers stays until it is dropped.
         """
-        rest = slots - own * len(self._shelves)
-        self._spare = rest if lend else 0
+        self._spare = spare
+        own, rest = divmod(slots - spare, len(self._shelves))
         for layer, shelf in enumerate(self._shelves):
-            shelf.capacity = own if lend else own + (layer < rest)
+            shelf.capacity = own + (layer < rest)
         self._lent = sum(shelf.lent for shelf in self._shelves)
 
     def has_free(self, layer: int) -> bool:

@@ -64,5 +64,9 @@ class Demand:
         """
         if rows < 1:
             return set()
-        least = (1 - 0.5 ** (1 / rows)) * self._rows[layer]
-        return {expert for expert, count in self._wanted[layer].items() if count >= least}
+        return set(self.wanted_by(layer, 1 - 0.5 ** (1 / rows)))
+
+    def wanted_by(self, layer: int, share: float) -> list[int]:
+        """The experts that at least `share` of the rows wanted, those that most did first."""
+        wanted, least = self._wanted[layer], share * self._rows[layer]
+        return sorted((e for e, count in wanted.items() if count >= least), key=lambda e: -wanted[e])

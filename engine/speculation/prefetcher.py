@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from engine.offload.cache import ExpertCache
+from engine.speculation.conveyor import Conveyor
 from engine.speculation.lookahead import Demand, LookaheadBuffer
 
 # Prefetches on the link at a time. A transfer, once issued, has evicted somebody; issuing late keeps that
@@ -25,7 +26,8 @@ class Prefetcher:
     """Feeds the link with experts that are wanted and not resident, earliest layer first.
 
     `source` says who foresees: "draft" (the lookahead buffer that the draft's routers fill), "next-layer" (the
-    next layer's router applied to this layer's input) or "none"; `timing`, one of TIMINGS, when the draft's routes
+    next layer's router applied to this layer's input), "stream" (what most passes want, see `Conveyor`) or "none";
+    `timing`, one of TIMINGS, when the draft's routes
     become transfers. Prefetching is advisory: what it does not manage is a demand miss, never another expert.
     """
 
@@ -33,7 +35,8 @@ class Prefetcher:
         self.buffer = LookaheadBuffer(layers)
         self.source = "draft"
         self.timing = "adaptive"
-        self.depth = layers
+        self._depth = layers
+        self._conveyor = Conveyor(cache, layers)
         self._cache = cache
         self._layers = layers
         self._guess = guess
@@ -43,6 +46,15 @@ class Prefetcher:
         #: Layers without a slot for one more prefetch, and what waits for one until the next row.
         self._full: set[int] = set()
         self._waiting: list[tuple[int, float, int]] = []
+
+    @property
+    def depth(self) -> int:
+        """How many layers ahead of the decoder experts may be fetched."""
+        return self._depth
+
+    @depth.setter
+    def depth(self, layers: int) -> None:
+        self._depth = self._conveyor.depth = layers
 
     def begin_round(self, rows: int) -> None:
         """Forget the last round's plan; what is still on the link and unwanted will be cancelled.
@@ -76,6 +88,18 @@ class Prefetcher:
             self._cache.cancel_unplanned()
             self._pump(0)
 
+    def reached(self, layer: int, index: list[list[int]]) -> None:
+        """A pass of the target, also one that reads prompts, is about to compute `layer` for rows with this choice."""
+        experts = {expert for row in index for expert in row}
+        self._conveyor.learn(layer, experts)
+        if self.source == "stream":
+            self._conveyor.reached(layer, experts)
+
+    def passed(self) -> None:
+        """A pass of the target is over."""
+        if self.source == "stream":
+            self._conveyor.passed()
+
     def verifying(self, layer: int, hidden: torch.Tensor) -> None:
         """The target is about to compute `layer` for `hidden` (rows, H)."""
         ahead = layer + 1
@@ -92,7 +116,7 @@ class Prefetcher:
         """
         while self._todo and self._cache.prefetching < IN_FLIGHT:
             layer, _, expert = self._todo[0]
-            if layer >= first_layer + self.depth:
+            if layer >= first_layer + self._depth:
                 return
             if layer < first_layer or self._cache.has(layer, expert):
                 heapq.heappop(self._todo)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.speculation.lookahead import Demand
@@ -12,6 +14,8 @@ LAYERS = 3
 
 class Room:
     """`slots` free ones a layer; a full layer makes room by evicting `evictable` experts, unless they must stay."""
+
+    table = SimpleNamespace(experts=12)
 
     def __init__(self, slots: int, evictable: tuple[int, ...] = ()) -> None:
         self.slots, self.evictable = slots, evictable
