@@ -26,9 +26,11 @@ from engine.config import (
     parse_draft,
     parse_kernels,
 )
+from engine.console import Console, batch_line, one_line_of
 from engine.errors import EngineError, UsageError, one_line
-from engine.events import Event, Round
+from engine.events import Event
 from engine.progress import Pace, describe
+from engine.requests import Request, read_requests, read_text
 from engine.serve.command import add_serve
 from engine.simulate.command import add_simulate
 from engine.trace_file import TraceFile
@@ -110,14 +112,17 @@ def _add_bench(commands: Any) -> None:
     )
     bench = commands.add_parser("bench", help="compare contenders", description=about, formatter_class=_Formatter)
     _add_engine_options(bench)
-    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations", "governor"), required=True,
+    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations", "governor", "batch"),
+                       required=True,
                        help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
                             "kernels against torch and the machine's read bandwidth (needs no model); policies: "
                             "prefetching against its rivals, with half of the experts' bytes; ablations: what each "
                             "decision is worth; governor: auto against all fixed k and prefetch, on the embedded "
-                            "model and --model")  # fmt: skip
+                            "model and --model; batch: speculation for a whole batch, against the same engine "
+                            "without it, and one prompt at a time")  # fmt: skip
     bench.add_argument("--tables", choices=("memory", "kernels", "both"), default="both",
                        help="of decode: offloaded at equal memory; all resident, kernels on and off")  # fmt: skip
+    bench.add_argument("--batch", type=int, default=16, metavar="N", help="of batch: prompts at a time")
     bench.add_argument("--workloads", default="", metavar="TEXT", help="of governor: those with TEXT in their name")
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
@@ -189,7 +194,10 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    prompt.add_argument("--prompt-file", type=Path, metavar="F", help="a file with the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="F",
+                        help="a file of texts to continue: one a line, or objects with prompt and max_new_tokens, one "
+                             "a line of a .jsonl file")  # fmt: skip
+    add("--batch", type=int, default=32, metavar="N", help="prompts at a time; the others wait for one to finish")
     add("--chat", action="store_true", help="the prompt is a message to answer, in the model's chat template")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="where to stop at the latest")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
@@ -245,27 +253,32 @@ def _generate(options: argparse.Namespace) -> int:
         k=options.k,
         k_max=options.k_max,
         chat=options.chat,
+        batch=options.batch,
     )
-    prompt = options.prompt if options.prompt is not None else _read_text(options.prompt_file, "the prompt")
-    if not prompt.strip():
-        raise UsageError("the prompt is empty: write at least one word")
+    prompts = [Request(options.prompt)] if options.prompt is not None else read_requests(options.prompt_file)
     from engine.engine import Engine  # after the checks: torch takes seconds to import
+    from engine.report import batch_figures
 
     engine = Engine.load(config, progress=_progress_line(sys.stderr))
+    screen = None if options.json else Console(sys.stdout, len(prompts))
     try:
         with TraceFile(options.trace) as trace:
-            result = engine.generate([prompt], request, emit=_emitter(None if options.json else sys.stdout, trace))[0]
+            results = engine.generate(prompts, request, emit=_emitter(screen, trace))
     finally:
         engine.close()
-    print(json.dumps(result, ensure_ascii=False) if options.json else "")
-    if not options.json:
-        print(_one_line(result), file=sys.stderr)
+    batch = batch_figures(results)
+    if options.json:
+        print(json.dumps(results[0] if len(results) == 1 else {"results": results, "batch": batch}, ensure_ascii=False))
+    else:
+        print(one_line_of(results[0]) if len(results) == 1 else batch_line(batch, results[0]), file=sys.stderr)
     return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
     if options.repeats is not None and options.repeats < 1:
         raise UsageError("--repeats must be at least 1")
+    if options.batch < 2:
+        raise UsageError("--batch must be at least 2")
     config = _engine_config(options)
 
     def say(line: str) -> None:
@@ -287,6 +300,11 @@ def _bench(options: argparse.Namespace) -> int:
 
         report = ablations_suite(config, options.max_new_tokens, options.repeats or 1, say)
         text = format_ablations(report)
+    elif options.suite == "batch":
+        from engine.bench.batch import batch_suite, format_batch
+
+        report = batch_suite(config, options.batch, options.max_new_tokens, options.repeats or 1, say)
+        text = format_batch(report)
     elif options.suite == "governor":
         from engine.bench.governor import format_governor, governor_suite
 
@@ -306,7 +324,7 @@ def _upcycle(options: argparse.Namespace) -> int:
     from engine.upcycle.recipe import Recipe
 
     recipe = Recipe(options.experts, options.top_k, options.noise, options.seed)
-    text = _read_text(options.text, "the text")
+    text = read_text(options.text, "the text")
     from engine.upcycle.convert import format_report, upcycle  # after the checks: torch takes seconds to import
 
     report = upcycle(options.base, options.out, text, recipe, _progress_line(sys.stderr))
@@ -325,14 +343,6 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read {what} from {path}: {reason}") from error
-
-
 def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
     """Shows loading on one line of a terminal; says nothing when the output is a file."""
     if not stream.isatty():
@@ -348,27 +358,10 @@ def _progress_line(stream: TextIO) -> Callable[[str, int, int], None]:
     return show
 
 
-def _emitter(stream: TextIO | None, trace: TraceFile) -> Callable[[Event], None]:
+def _emitter(screen: Console | None, trace: TraceFile) -> Callable[[Event], None]:
     def emit(event: Event) -> None:
         trace.write(event)
-        if stream is not None and isinstance(event, Round):
-            stream.write("".join(token.text for token in event.tokens))
-            stream.flush()
+        if screen is not None:
+            screen.show(event)
 
     return emit
-
-
-def _one_line(result: dict[str, Any]) -> str:
-    """Speed first, then why."""
-    parts = [f"{result['decode_tok_s']:.1f} tokens/s" if result["decode_tok_s"] else "no tokens"]
-    parts.append(f"{result['new_tokens']} tokens in {result['rounds']} rounds ({result['finish_reason']})")
-    if result["acceptance_rate"] is not None:
-        parts.append(f"{result['acceptance_rate']:.0%} of the draft accepted")
-    requests = result["experts"]["requests"]
-    if requests:
-        parts.append(f"{(result['experts']['hits'] + result['experts']['late']) / requests:.0%} of experts foreseen")
-    if result["overlap"] is not None:
-        parts.append(f"{result['overlap']:.0%} of transfer time hidden")
-    if result["draft_alarm"] is not None:
-        parts.append(result["draft_alarm"])
-    return " · ".join(parts)

@@ -19,12 +19,15 @@ DRAFTS = ("self-int4", "self-int8", "self-int3", "self-int2", "sparse", "sparse-
 #: A small model drafts: its directory or hub id follows.
 MODEL_DRAFT = "model:"
 POLICIES = ("lookahead", "lru", "lfu")
-#: "auto" lets the governor choose between "draft" and "none", round by round.
-PREFETCH_SOURCES = ("auto", "draft", "next-layer", "none")
+#: "auto" streams layers where a batch wants nearly all experts of each, else it lets the governor choose between
+#: "draft" and "none", round by round.
+PREFETCH_SOURCES = ("auto", "draft", "next-layer", "stream", "none")
 #: What the compiled kernels can compute: attention, the target's linear layers (and norms), its experts, the draft's
 #: experts.
 KERNELS = ("attention", "linear", "experts", "draft")
 K_LIMIT = 16
+#: Sequences that a run may serve at a time.
+BATCH_LIMIT = 256
 LINKS = "disk, host, emulated:GBPS[:LATENCY_US] or emulated:PRESET"
 # What an emulated link may be set to: GB/s, and microseconds a transfer.
 LINK_GBPS = (0.0001, 1000)
@@ -199,6 +202,7 @@ class GenerationConfig:
     """What is decided for one request. `k` is a draft length from 0 to K_LIMIT, or "auto".
 
     `chat`: the prompt is a user's message, put into the model's chat template; else it is continued as it is.
+    `batch`: sequences served at a time at most; more prompts wait for one to finish.
     """
 
     max_new_tokens: int = 128
@@ -210,10 +214,13 @@ class GenerationConfig:
     k: int | str = "auto"
     k_max: int = 8
     chat: bool = False
+    batch: int = 32
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UsageError("max-new-tokens must be at least 1")
+        if not 1 <= self.batch <= BATCH_LIMIT:
+            raise UsageError(f"batch {self.batch} is out of range: use {_span(1, BATCH_LIMIT)}")
         if not 0 <= self.temperature <= 10:
             raise UsageError(f"temperature {self.temperature:g} is out of range: use 0 to 10")
         if self.top_k < 0:
@@ -282,8 +289,9 @@ KNOBS: dict[str, Knob] = {
         Knob("k_max", "Governor's longest draft", "int", 8, 1, K_LIMIT, unit="tokens",
              help="The governor chooses k from 0 to this."),
         Knob("prefetch", "Prefetch source", "choice", "auto", choices=PREFETCH_SOURCES,
-             help="Who says which experts to fetch ahead: the draft's routers, the next layer's router, or nobody; "
-                  "auto lets the governor choose between the draft and nobody."),
+             help="Who says which experts to fetch ahead: the draft's routers, the next layer's router, what most "
+                  "passes wanted (stream, for batches), or nobody; auto lets the governor choose between the draft "
+                  "and nobody, and streams for a batch that wants most experts."),
         Knob("prefetch_depth", "Prefetch depth", "int", 64, 1, 64, unit="layers",
              help="How many layers ahead of the verification experts may be fetched."),
         Knob("policy", "Eviction policy", "choice", "lookahead", choices=POLICIES,

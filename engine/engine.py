@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from engine.offload.in_place import InPlace
 from engine.offload.resident import ResidentExperts
 from engine.passes import PassObserver
 from engine.report import cache_state, governor_choice, kernels_label, roofline_point, run_start, summarize
+from engine.requests import Request
 from engine.run import Run, open_run
+from engine.speculation.batch import Sequence
 from engine.speculation.drafters import Draft, Drafter, DraftRun, NoDrafter, create_drafter, sparse_experts
 from engine.speculation.outcome import RoundView, outcome
 from engine.speculation.prefetcher import Prefetcher
@@ -130,14 +132,14 @@ class Engine:
 
     def generate(
         self,
-        prompts: list[str],
+        prompts: Iterable[str | Request],
         options: GenerationConfig,
         *,
         knobs: KnobBlock | None = None,
         emit: Callable[[Event], None] | None = None,
         stop: threading.Event | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts as one batch; returns the command line's JSON object for each.
+        """Generate for all prompts, `options.batch` at a time; returns the command line's JSON object for each.
 
         `emit` hears every event, from this and from the link's threads; a run that started always ends with
         RunEnd. `stop` ends the run within one layer; its unfinished results are marked cancelled. Raises
@@ -150,8 +152,8 @@ class Engine:
         status = "finished"
         try:
             self._start(run)
-            self._prefill(run)
-            while run.batch.sequences:
+            while run.batch.sequences or run.batch.waiting:
+                self._admit(run)
                 self.step(run)
             run.recorder.check()
         except Cancelled:
@@ -198,15 +200,16 @@ class Engine:
             self._apply(update.name, update.value)
             recorder.emit(events.KnobChange(recorder.now(), run.round, update.name, old, update.value, update.version))
         knobs = run.knobs.values
+        source = self._stream_for(run)
         choice = self.governor.choose(
             knobs["k"],
             knobs["k_max"],
-            knobs["prefetch"] if run.drafter.routes else "none",
+            source if run.drafter.routes else "none",
             self.slow_memory,
             run.drafter.drafts,
         )
-        if knobs["prefetch"] == "auto":
-            self.prefetcher.source = "draft" if choice.prefetch else "none"
+        if knobs["prefetch"] == "auto" and source == "auto":
+            self._prefetch_by("draft" if choice.prefetch else "none")
         if run.draft_alarm is not None:
             choice = dataclasses.replace(choice, auto=True, reason=run.draft_alarm)
         recorder.emit(governor_choice(run, choice))
@@ -235,7 +238,8 @@ class Engine:
 
     def _accept(self, run: Run, draft: Draft, logits: torch.Tensor) -> Verdict:
         target = distribution(logits, run.params)
-        return verify(target, draft.probs, draft.tokens, draft.lengths, run.generator)
+        luck = run.batch.draw((draft.lengths + 1).tolist())
+        return verify(target, draft.probs, draft.tokens, draft.lengths, luck)
 
     def _commit(
         self, run: Run, k: int, draft: Draft, logits: torch.Tensor, verdict: Verdict, times: dict[str, Any]
@@ -253,7 +257,8 @@ class Engine:
         recorder.end_round(rounds)
         for sequence in run.batch.sequences:
             run.batch.cache.commit(sequence.slot, sequence.cached)
-        run.batch.sequences = [s for s in run.batch.sequences if s.finish_reason is None]
+            sequence.emitted(recorder.decode_end)
+        run.batch.dismiss()
         return rounds
 
     def _learn(self, run: Run, draft: Draft, rounds: list[events.Round], begin: int) -> None:
@@ -304,26 +309,49 @@ class Engine:
         self.passes.attach(run.recorder, self.cache)
         run.recorder.emit(run_start(self, run))
 
-    def _prefill(self, run: Run) -> None:
-        """Fill the KV cache with all prompt tokens but the last, sequence by sequence.
+    def _admit(self, run: Run) -> None:
+        """Let waiting sequences have the KV slots that are free, and read their prompts (continuous batching).
 
-        The last one is the first round's newest token, so the prefill emits nothing.
+        The first ones open the decoding; what those that join later cost is part of it, because all wait for them.
         """
-        recorder = run.recorder
-        recorder.emit(events.Phase(recorder.now(), "prefill"))
-        for sequence in run.sequences:
-            for start in range(0, sequence.cached, PREFILL_ROWS):
-                ids = torch.tensor([sequence.prompt_ids[start : min(start + PREFILL_ROWS, sequence.cached)]])
-                slot, at, rows = (torch.tensor([n]) for n in (sequence.slot, start, ids.shape[1]))
-                self.passes.begin("prefill", rows.tolist())
-                self.loaded.runner.forward(run.batch.cache, self.target_experts, ids, slot, at, rows, keep=1)
-                self.passes.end()
+        recorder, first = run.recorder, not run.round
+        if first:
+            recorder.emit(events.Phase(recorder.now(), "prefill"))
+        start, joined = recorder.now(), run.batch.admit()
+        self._stream_for(run)
+        self._prefill(run, joined)
+        run.drafter.join(joined)
+        for sequence in joined:
+            recorder.emit(events.Join(recorder.now(), run.round, sequence.number, sequence.slot, start))
+        if first:
+            recorder.emit(cache_state(self, run))
+            recorder.emit(events.Phase(recorder.now(), "decode"))
+            run.prefill_stats = self.cache.stats
+            recorder.begin_decode()
+        elif joined:
+            recorder.emit(cache_state(self, run))
+            recorder.resume_decode()
+        for sequence in joined:
+            sequence.joined_at = recorder.decode_end
+
+    def _prefill(self, run: Run, joined: list[Sequence]) -> None:
+        """Fill the KV cache with all prompt tokens but the last, of all sequences in the same passes.
+
+        The last one is the newest token of a sequence's first round, so the prefill emits nothing.
+        """
+        start = 0
+        while left := [s for s in joined if s.cached > start]:
+            width = min(max(PREFILL_ROWS // len(left), 1), max(s.cached for s in left) - start)
+            chunks = [s.prompt_ids[start : min(start + width, s.cached)] for s in left]
+            ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks])
+            slots, rows = torch.tensor([s.slot for s in left]), torch.tensor([len(chunk) for chunk in chunks])
+            starts = torch.full_like(rows, start)
+            self.passes.begin("prefill", rows.tolist())
+            self.loaded.runner.forward(run.batch.cache, self.target_experts, ids, slots, starts, rows, keep=1)
+            self.passes.end()
+            start += width
+        for sequence in joined:
             run.batch.cache.commit(sequence.slot, sequence.cached)
-        run.drafter.prefill()
-        recorder.emit(cache_state(self, run))
-        recorder.emit(events.Phase(recorder.now(), "decode"))
-        run.prefill_stats = self.cache.stats
-        recorder.begin_decode()
 
     def _apply(self, name: str, value: Any) -> None:
         """Bring one live knob into effect; k and k_max are read when a round is scheduled."""
@@ -335,13 +363,29 @@ class Engine:
             self.cache.resize(min(value, self.loaded.source.table.experts))
         elif name == "prefetch":
             if value != "auto":  # else each round's choice sets it
-                self.prefetcher.source = value
+                self._prefetch_by(value)
         elif name == "prefetch_depth":
             self.prefetcher.depth = value
         elif name == "link_gbps" and isinstance(link, EmulatedLink):
             link.set_rate(value, link.latency_us)
         elif name == "link_latency_us" and isinstance(link, EmulatedLink):
             link.set_rate(link.gbps, value)
+
+    def _stream_for(self, run: Run) -> str:
+        """Let layers stream if that is for us to decide and the batch is large; says who foresees, or "auto" still.
+
+        A batch of b sequences with b ≥ experts / top_k asks for as many experts as a layer has, so that few of them
+        are not wanted (SpecMoEOff, section 3). What a smaller one wants is for the draft to say, and for the governor.
+        """
+        source, batch = run.knobs.values["prefetch"], len(run.batch.sequences)
+        if source == "auto" and batch > 1 and batch * self.top_k >= self.loaded.source.table.experts:
+            source = "stream"
+            self._prefetch_by(source)
+        return source
+
+    def _prefetch_by(self, source: str) -> None:
+        self.prefetcher.source = source
+        self.cache.set_streaming(source == "stream")
 
     @property
     def vocab(self) -> int:

@@ -76,6 +76,20 @@ class Phase(Event):
 
 
 @dataclass(frozen=True)
+class Join(Event):
+    """`sequence` joined the batch, in the KV cache's `slot`: its prompt was read from `start` to `t`.
+
+    Those of a run's first batch join in round 0, others behind `round`.
+    """
+
+    kind: ClassVar[str] = "join"
+    round: int
+    sequence: int
+    slot: int
+    start: int
+
+
+@dataclass(frozen=True)
 class Token:
     """One emitted token.
 
@@ -114,6 +128,7 @@ class Round(Event):
 
     `k` is the draft length asked for, `drafted` what was drafted, `verified` the draft tokens that
     were reached (accepted ones and the first rejected one), `accepted` ⊆ verified.
+    `finished` with the sequence's last round.
     start ≤ draft_end ≤ verify_start ≤ verify_end ≤ t. `stall_ns` is the part of the verification in
     which the engine waited for experts. Batches: every sequence reports the round's common times.
     """
@@ -132,6 +147,7 @@ class Round(Event):
     verify_start: int
     verify_end: int
     stall_ns: int
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,6 +320,7 @@ EVENTS: dict[str, type[Event]] = {
         Load,
         RunStart,
         Phase,
+        Join,
         Round,
         Transfer,
         Settled,

@@ -61,8 +61,6 @@ class Recorder:
         self._origin = time.perf_counter_ns()
         self.started_unix = time.time()
         self.round = 0
-        self.decode_start = 0
-        self.first_token: int | None = None
         self.decode_end = 0
         self.totals = Totals()
         self._overlap = Overlap()
@@ -93,9 +91,13 @@ class Recorder:
 
     def begin_decode(self) -> None:
         """The prefill is done. What `overlap` counts starts here."""
-        self.decode_start = self.decode_end = self.now()
+        self.decode_end = self.now()
         with self._lock:
             self._overlap = Overlap()
+
+    def resume_decode(self) -> None:
+        """Others have joined: the next round begins now."""
+        self.decode_end = self.now()
 
     def end_round(self, rounds: list[events.Round]) -> None:
         """All sequences' parts of the round that is over."""
@@ -105,7 +107,6 @@ class Recorder:
         with self._lock:
             self._overlap.fold(rounds[0].t)
         self.decode_end = self.now()
-        self.first_token = self.decode_end if self.first_token is None else self.first_token
 
     def compute(self, lane: str, op: str, layer: int, rows: int, start: int, end: int) -> None:
         """A slice of compute; what it waited for inside is told by `stall`."""

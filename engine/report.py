@@ -185,10 +185,13 @@ def config_info(engine: Engine, run: Run) -> dict[str, Any]:
 
 
 def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
-    """The object that `generate --json` prints for one sequence. Rounds and experts are those of the batch."""
+    """The object that `generate --json` prints for one sequence: its own text and times; the batch's rounds, experts,
+    time split and memory. `decode_s` goes from when its prompt was read to its last token, `finished_s` from the
+    run's start.
+    """
     recorder, totals = run.recorder, run.recorder.totals
     transfer_ns, overlapped_ns = recorder.overlap()
-    decode_s = (recorder.decode_end - recorder.decode_start) / 1e9
+    decode_s = max(sequence.last_at - sequence.joined_at, 0) / 1e9
     now, before = engine.cache.stats, run.prefill_stats
     experts = {name: getattr(now, name) - getattr(before, name) for name in EXPERT_COUNTS}
     return {
@@ -197,7 +200,8 @@ def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
         "prompt_tokens": len(sequence.prompt_ids),
         "new_tokens": len(sequence.new_ids),
         "finish_reason": sequence.finish_reason,
-        "ttft_s": recorder.first_token / 1e9 if recorder.first_token is not None else None,
+        "ttft_s": sequence.first_at / 1e9 if sequence.first_at is not None else None,
+        "finished_s": sequence.last_at / 1e9,
         "decode_s": decode_s,
         "decode_tok_s": len(sequence.new_ids) / decode_s if decode_s else None,
         "rounds": totals.rounds,
@@ -216,6 +220,20 @@ def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
         "draft_alarm": run.draft_alarm,
         "memory": memory_info(engine, run),
         "config": config_info(engine, run),
+    }
+
+
+def batch_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all sequences of a run did together: `decode_s` from the first one's prompt to the last one's last token."""
+    started = [result["finished_s"] - result["decode_s"] for result in results if result["new_tokens"]]
+    finished = [result["finished_s"] for result in results if result["new_tokens"]]
+    decode_s = max(finished, default=0.0) - min(started, default=0.0)
+    tokens = sum(result["new_tokens"] for result in results)
+    return {
+        "sequences": len(results),
+        "new_tokens": tokens,
+        "decode_s": decode_s,
+        "decode_tok_s": tokens / decode_s if decode_s else None,
     }
 
 

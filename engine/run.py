@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,24 +17,27 @@ from engine.loading import LoadedModel
 from engine.model.text import TextStream
 from engine.offload.stats import CacheStats
 from engine.recorder import Recorder
+from engine.requests import Request
 from engine.speculation.batch import Batch, Sequence
 from engine.speculation.drafters import Drafter, DraftRun
 from engine.speculation.sampling import SamplingParams
 from engine.speculation.watch import DraftWatch
+
+#: More than there are seeds to ask for.
+SEEDS = 2**31
 
 
 @dataclass
 class Run:
     """What one call of `generate` owns.
 
-    `batch` holds the unfinished ones of `sequences`; `prefill_stats` are the cache's totals when decoding began.
-    `draft_alarm` says why the drafter was switched off, if it was.
+    `batch` holds the waiting and the unfinished ones of `sequences`; `prefill_stats` are the cache's totals when
+    decoding began. `draft_alarm` says why the drafter was switched off, if it was.
     """
 
     options: GenerationConfig
     knobs: KnobBlock
     params: SamplingParams
-    generator: torch.Generator
     recorder: Recorder
     sequences: list[Sequence]
     batch: Batch
@@ -48,38 +51,44 @@ class Run:
 
 def open_run(
     loaded: LoadedModel,
-    prompts: list[str],
+    prompts: Iterable[str | Request],
     options: GenerationConfig,
     knobs: KnobBlock,
     create_drafter: Callable[[DraftRun], Drafter],
     emit: Callable[[Event], None] | None,
     stop: threading.Event,
 ) -> Run:
-    """Check the prompts and allocate what they need. Raises UsageError for prompts that cannot run."""
-    if not prompts:
+    """Check the prompts and allocate what `options.batch` of them need.
+
+    Raises UsageError for prompts that cannot run.
+    """
+    requests = [prompt if isinstance(prompt, Request) else Request(prompt) for prompt in prompts]
+    if not requests:
         raise UsageError("no prompt: give at least one")
-    sequences = [_sequence(loaded, slot, prompt, options) for slot, prompt in enumerate(prompts)]
+    sequences = [_sequence(loaded, number, request, options) for number, request in enumerate(requests)]
     longest = max(len(s.prompt_ids) + s.max_new_tokens for s in sequences)
     # Padding rows of ragged rounds write past their sequence's end: K_LIMIT + 2 rows at most.
-    cache = loaded.runner.new_cache(len(sequences), longest + K_LIMIT + 2)
+    cache = loaded.runner.new_cache(min(options.batch, len(sequences)), longest + K_LIMIT + 2)
     params = SamplingParams(options.temperature, options.top_k, options.top_p)
-    generator = torch.Generator().manual_seed(options.seed)
-    batch = Batch(list(sequences), cache)
-    drafter = create_drafter(DraftRun(batch, loaded.runner.config.vocab_size, params, generator, stop))
-    return Run(options, knobs, params, generator, Recorder(emit), sequences, batch, drafter, stop)
+    batch = Batch.of(sequences, cache)
+    drafter = create_drafter(DraftRun(batch, loaded.runner.config.vocab_size, params, stop))
+    return Run(options, knobs, params, Recorder(emit), sequences, batch, drafter, stop)
 
 
-def _sequence(loaded: LoadedModel, slot: int, prompt: str, options: GenerationConfig) -> Sequence:
-    ids = _encode(loaded.tokenizer, prompt, options.chat)
+def _sequence(loaded: LoadedModel, number: int, request: Request, options: GenerationConfig) -> Sequence:
+    ids = _encode(loaded.tokenizer, request.prompt, options.chat)
+    new_tokens = request.max_new_tokens or options.max_new_tokens
     context = getattr(loaded.runner.config, "max_position_embeddings", None)
-    if context is not None and len(ids) + options.max_new_tokens > context:
+    if context is not None and len(ids) + new_tokens > context:
         room = context - len(ids)
         advice = f"use --max-new-tokens {room} or less" if room > 0 else "shorten the prompt"
         raise UsageError(
-            f"{len(ids)} prompt tokens and {options.max_new_tokens} new ones exceed the model's context of "
+            f"{len(ids)} prompt tokens and {new_tokens} new ones exceed the model's context of "
             f"{context} tokens: {advice}"
         )
-    return Sequence(slot, ids, options.max_new_tokens, TextStream(loaded.tokenizer, ids, options.stop))
+    # Another seed each, or equal prompts would get equal answers; none is the seed of another run.
+    luck = torch.Generator().manual_seed(options.seed + number * SEEDS)
+    return Sequence(number, ids, new_tokens, TextStream(loaded.tokenizer, ids, options.stop), luck)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:

@@ -50,11 +50,12 @@ def outcome(view: RoundView, number: int, sequence: Sequence) -> dict[str, Any]:
         if sequence.finish_reason is not None:
             break
     return {
-        "sequence": sequence.slot,
+        "sequence": sequence.number,
         "drafted": drafted,
         "verified": min(accepted + 1, drafted),
         "accepted": accepted,
         "tokens": tokens,
+        "finished": sequence.finish_reason is not None,
         "rejected": [_rejected(view, number, position, accepted) for position in range(accepted, drafted)],
     }
 

@@ -58,22 +58,25 @@ def displayed(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return logits.softmax(-1) if params.temperature == 0 else distribution(logits, params)
 
 
-def sample(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token from each row of probs (batch, vocab) → (batch,)."""
+def sample(probs: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
+    """One token from each row of probs (batch, vocab), by luck (batch,) in [0, 1), float64 → (batch,)."""
     # At temperature 0 nothing is left to chance, and a draw over 49,152 tokens would take a millisecond.
     most, token = probs.max(-1)
     if bool((most == 1).all()):
         return token
-    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    # The first token whose cumulated probability is above: never one of probability 0, which adds nothing.
+    reached = probs.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(reached, luck[:, None] * reached[:, -1:], right=True).squeeze(-1)
 
 
 def verify(
-    target: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, generator: torch.Generator
+    target: torch.Tensor, draft: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, luck: torch.Tensor
 ) -> Verdict:
     """Accept the longest valid prefix of each draft and choose the token that follows it.
 
     target (batch, k+1, vocab): p after each position; draft (batch, k, vocab): the q that tokens (batch, k)
-    were sampled from; lengths (batch,): how many tokens each sequence really drafted.
+    were sampled from; lengths (batch,): how many tokens each sequence really drafted; luck (batch, k+1), in [0, 1),
+    float64: its first lengths[b] decide about these tokens, the next one about what follows them.
     Draft token x at position i is accepted with probability min(1, p(x)/q(x)); the first rejected one is
     replaced by a sample of the residual max(p - q, 0); after a full acceptance the bonus token comes from p.
     """
@@ -81,9 +84,8 @@ def verify(
     picked = tokens.unsqueeze(-1)
     p = target[:, :k].gather(-1, picked).squeeze(-1)
     q = draft.gather(-1, picked).squeeze(-1)
-    luck = torch.rand(batch, k, generator=generator)
     # Strictly below: a token with p = 0 is never accepted, one with p >= q always is (luck < 1).
-    passed = (luck * q < p) & (torch.arange(k) < lengths[:, None])
+    passed = (luck[:, :k] * q < p) & (torch.arange(k) < lengths[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
     rows = torch.arange(batch)
     after = target[rows, accepted]
@@ -93,4 +95,4 @@ def verify(
         mass = residual.sum(-1, keepdim=True)
         usable = rejected[:, None] & (mass > MIN_RESIDUAL)
         after = torch.where(usable, residual / mass.clamp(min=MIN_RESIDUAL), after)
-    return Verdict(accepted, sample(after, generator))
+    return Verdict(accepted, sample(after, luck[rows, lengths]))

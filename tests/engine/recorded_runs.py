@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine.config import GenerationConfig, KnobBlock
 from engine.engine import Engine
 from engine.events import Event
+from engine.requests import Request
 
 E = TypeVar("E", bound=Event)
 
@@ -31,7 +32,7 @@ class Recording:
 
 def record(
     engine: Engine,
-    prompts: list[str],
+    prompts: Sequence[str | Request],
     knobs: KnobBlock | None = None,
     cancel: threading.Event | None = None,
     on_event: Callable[[Event], None] | None = None,

@@ -16,9 +16,9 @@ from engine.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
-    "text", "token_ids", "prompt_tokens", "new_tokens", "finish_reason", "ttft_s", "decode_s", "decode_tok_s",
-    "rounds", "acceptance_rate", "acceptance_by_position", "mean_acceptance_length", "experts", "time", "overlap",
-    "draft_alarm", "memory", "config",
+    "text", "token_ids", "prompt_tokens", "new_tokens", "finish_reason", "ttft_s", "finished_s", "decode_s",
+    "decode_tok_s", "rounds", "acceptance_rate", "acceptance_by_position", "mean_acceptance_length", "experts", "time",
+    "overlap", "draft_alarm", "memory", "config",
 }  # fmt: skip
 EXPERTS = {
     "requests", "hits", "late", "misses", "prefetched", "prefetch_used", "prefetch_wasted", "bytes_loaded",
@@ -64,7 +64,8 @@ WRONG_USAGE = (
     "--k=many", "--k=-1", "--k=17", "--k=1.5", "--k-max=0", "--k-max=17", "--stop=", "--stop",
     "--temperature=warm", "--temperature=-0.1", "--temperature=nan", "--temperature=11",
     "--top-k=-1", "--top-p=0", "--top-p=1.1", "--top-p=nan", "--seed=-1", "--seed=99999999999999999999",
-    "--max-new-tokens=0", "--max-new-tokens=257", "--max-new-tokens=x", "--threads=0", "--threads=x",
+    "--max-new-tokens=0", "--max-new-tokens=257", "--max-new-tokens=x", "--batch=0", "--batch=257",
+    "--threads=0", "--threads=x",
     "--kernels=", "--kernels=fast", "--kernels=all,linear", "--kernels=linear,",
     "--draft=parrot", "--draft=model:", "--policy=random", "--prefetch=psychic", "--dtype=int1",
     "--trace=/nonexistent/trace.ndjson", "--trace=.",
@@ -228,6 +229,7 @@ FLAGS: dict[str, tuple[str, str, object]] = {
     "--stop": ("END", "stop", ["END"]),
     "--k": ("3", "k", 3),
     "--k-max": ("5", "k_max", 5),
+    "--batch": ("3", "batch", 3),
     "--kernels": ("experts,attention", "kernels", ["attention", "experts"]),
 }
 

@@ -63,15 +63,16 @@ class Chain:
         """Draft two tokens from q, verify them; `claimed` is the q that verification is told. → (verdict, tokens)."""
         random = torch.Generator().manual_seed(seed)
         start = torch.full((draws,), VOCAB)
-        first = sample(self.q[start], random)
-        second = sample(self.q[first], random)
+        luck = torch.rand(5, draws, generator=random, dtype=torch.float64)
+        first = sample(self.q[start], luck[0])
+        second = sample(self.q[first], luck[1])
         told = self.q if claimed is None else claimed
         verdict = verify(
             self.p[torch.stack([start, first, second], 1)],
             told[torch.stack([start, first], 1)],
             torch.stack([first, second], 1),
             lengths,
-            random,
+            luck[2:].T,
         )
         emitted = torch.stack([first, second, torch.full((draws,), -1)], 1)
         return verdict, emitted.scatter(1, verdict.accepted[:, None], verdict.token[:, None])
@@ -156,7 +157,7 @@ def test_no_draft_is_plain_sampling():
         none[..., None].expand(DRAWS, 0, VOCAB),
         none.long(),
         torch.zeros(DRAWS, dtype=torch.long),
-        torch.Generator().manual_seed(0),
+        torch.rand(DRAWS, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
     )
     assert not verdict.accepted.any()
     assert variation(torch.bincount(verdict.token, minlength=VOCAB), chain.p[VOCAB]) < 0.01

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.speculation.batch import Batch
+from engine.speculation.batch import Batch, Sequence
 from engine.speculation.sampling import SamplingParams
 
 
@@ -44,7 +44,6 @@ class DraftRun:
     batch: Batch
     vocab: int
     params: SamplingParams
-    generator: torch.Generator
     stop: threading.Event
 
 
@@ -58,8 +57,11 @@ class Drafter(ABC):
     #: Whether its passes ask the target's routers, and so foresee the experts that verification needs.
     routes = False
 
-    def prefill(self) -> None:  # noqa: B027 - only a drafter with a memory of its own reads ahead
-        """The target has read the prompts, and the first round comes next."""
+    def join(self, sequences: list[Sequence]) -> None:  # noqa: B027 - only a drafter with a memory of its own cares
+        """The target has read the prompts of `sequences`, which take part from the next round on.
+
+        Their slots may be those of sequences that have left.
+        """
 
     @abstractmethod
     def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:

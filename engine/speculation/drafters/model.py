@@ -52,9 +52,10 @@ class ModelDrafter(Drafter):
         self._readings = [Reading() for _ in range(sequences)]
         self.nbytes = model.weight_nbytes + model.kv_nbytes_per_token * sequences * length
 
-    def prefill(self) -> None:
-        """Read the prompts, all but their last tokens."""
-        for sequence in self._run.batch.sequences:
+    def join(self, sequences: list[Sequence]) -> None:
+        """Read their prompts, all but the last tokens."""
+        for sequence in sequences:
+            self._readings[sequence.slot] = Reading()
             if self._room(sequence) > 0:
                 self._read(sequence, until=sequence.cached)
 
@@ -78,7 +79,7 @@ class ModelDrafter(Drafter):
                 )[:, 0]
             logits = self._as_target(logits)
             probs.append(distribution(logits, self._run.params))
-            tokens.append(sample(probs[-1], self._run.generator))
+            tokens.append(sample(probs[-1], batch.draw((lengths > i).long().tolist())[served, 0]))
             confidence.append(displayed(logits, self._run.params).gather(-1, tokens[-1][:, None]).squeeze(-1))
             on_token(i)
         for number, sequence in enumerate(sequences):

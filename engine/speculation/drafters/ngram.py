@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from engine.speculation.batch import Batch
+from engine.speculation.batch import Batch, Sequence
 from engine.speculation.drafters.base import Draft, Drafter
 
 #: Tokens of the text's end that are looked for, longest first. One token alone says too little.
@@ -61,6 +61,10 @@ class NgramDrafter(Drafter):
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
         self._texts: dict[int, SuffixIndex] = {}
+
+    def join(self, sequences: list[Sequence]) -> None:
+        """Begin texts of their own."""
+        self._texts |= {sequence.slot: SuffixIndex() for sequence in sequences}
 
     def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
         found = []

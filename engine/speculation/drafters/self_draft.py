@@ -40,7 +40,7 @@ class SelfDrafter(Drafter):
             rows = (lengths > i).long()
             logits = self._runner.forward(batch.cache, self._experts, ids, slots, starts + i, rows, keep=1)
             probs.append(distribution(logits[:, 0], params))
-            tokens.append(sample(probs[-1], self._run.generator))
+            tokens.append(sample(probs[-1], batch.draw(rows.tolist())[:, 0]))
             ids = tokens[-1][:, None]
             confidence.append(displayed(logits[:, 0], params).gather(-1, ids).squeeze(-1))
             on_token(i)
