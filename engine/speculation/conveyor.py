@@ -47,7 +47,7 @@ class Conveyor:
         self._fill(self._demand.wanted_by(0, SURE))
 
     def _fill(self, now: Collection[int]) -> None:
-        """Ask for what is absent, layer by layer, until there is no slot for one more. `now` is what the first wants."""
+        """Ask for what is absent, layer by layer, while there are slots. `now` is what the first layer wants."""
         self._cache.approach(self._at % self._layers)
         self._next = max(self._next, self._at)
         while self._next <= self._at + min(self.depth, self._layers - 1):
