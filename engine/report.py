@@ -194,6 +194,8 @@ def summarize(engine: Engine, run: Run, sequence: Sequence) -> dict[str, Any]:
     decode_s = max(sequence.last_at - sequence.joined_at, 0) / 1e9
     now, before = engine.cache.stats, run.prefill_stats
     experts = {name: getattr(now, name) - getattr(before, name) for name in EXPERT_COUNTS}
+    # Those whose fate was decided while decoding: streaming goes on from the prefill without a break.
+    experts["prefetched"] = sum(experts[f"prefetch_{fate}"] for fate in ("used", "late", "wasted", "cancelled"))
     return {
         "text": sequence.stream.text,
         "token_ids": sequence.new_ids,

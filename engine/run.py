@@ -23,8 +23,9 @@ from engine.speculation.drafters import Drafter, DraftRun
 from engine.speculation.sampling import SamplingParams
 from engine.speculation.watch import DraftWatch
 
-#: More than there are seeds to ask for.
-SEEDS = 2**31
+#: 2³² over the golden ratio: no two of the seeds that a person would try, or of their sequences, meet. The generator
+#: looks at 32 bits of a seed.
+SPREAD = 0x9E3779B1
 
 
 @dataclass
@@ -86,8 +87,8 @@ def _sequence(loaded: LoadedModel, number: int, request: Request, options: Gener
             f"{len(ids)} prompt tokens and {new_tokens} new ones exceed the model's context of "
             f"{context} tokens: {advice}"
         )
-    # Another seed each, or equal prompts would get equal answers; none is the seed of another run.
-    luck = torch.Generator().manual_seed(options.seed + number * SEEDS)
+    # Another seed each, or equal prompts would get equal answers.
+    luck = torch.Generator().manual_seed((options.seed + number * SPREAD) % 2**32)
     return Sequence(number, ids, new_tokens, TextStream(loaded.tokenizer, ids, options.stop), luck)
 
 
