@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.bench.batch_run import BatchRun, batch_row, format_batch_rows, run_batch
@@ -13,30 +14,28 @@ from engine.bench.memory_split import split_memory
 from engine.bench.prompts import many_prompts
 from engine.bench.random_model import RANDOM_MODEL, random_model
 from engine.bench.table import at_least, at_most, format_bars, format_columns, format_neighbours
-from engine.config import CacheBudget, EngineConfig
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
 from engine.report import link_info, machine_info
+
+Say = Callable[[str], None]
 
 OURS = "speculation"
 PLAIN = "without speculation"
 ALONE = "one prompt at a time"
 #: Draft and cache together get this share of the experts' bytes.
 LIMIT = 0.5
-#: What the trial tries. ngram and sparse take no memory; of the copies, those with a chance to be accepted.
-TRIAL_DRAFTS = ("sparse", "ngram", "self-int4", "self-int3")
-TRIAL_K = (4, 8)
-TRIAL_TOKENS = 24
-#: A draft that is slower than this share of the best so far is not tried with another k.
-HOPELESS = 0.7
+#: What the trial tries: the resident experts, which take no memory, and the copy that is accepted most often.
+TRIAL_DRAFTS = ("sparse", "sparse-1", "self-int4")
+TRIAL_K = (4, 6, 8, 12)
+TRIAL_TOKENS = 32
 #: How many prompts run one at a time: each is a sample of the same rate, and all of them would take minutes.
 ALONE_PROMPTS = 4
 
 
-def batch_suite(
-    config: EngineConfig, batch: int, max_new_tokens: int, repeats: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def batch_suite(config: EngineConfig, batch: int, max_new_tokens: int, repeats: int, say: Say) -> dict[str, Any]:
     """Speculation for a whole batch, against the same engine without it, and against one prompt at a time.
 
     Draft and cache together hold LIMIT of the experts' bytes: who has no draft has more slots. Layers stream through
@@ -48,16 +47,14 @@ def batch_suite(
     neighbours = Neighbours()
     prompts = many_prompts(batch)
     config, link = _same_link(config)
-    trials = _try_drafts(config, prompts, say)
-    ours = _best(trials, batch)
-    alone = max(
-        (_try(_contender(config, ALONE, draft, k, "auto"), prompts[:1], say) for draft, k in ((None, 0), ours)),
-        key=lambda trial: trial["tokens_per_s"],
-    )
+    drafts = [(draft, k) for draft in TRIAL_DRAFTS for k in TRIAL_K]
+    trials = _try_drafts(config, prompts, drafts, OURS, say)
+    ours = _best(trials)
+    alone = _try_drafts(config, prompts[:1], [(None, 0), ours], ALONE, say)
     contenders = [
-        Contender(PLAIN, _config(config, None, "stream"), 0),
-        _contender(config, OURS, *ours, "stream"),
-        _contender(config, ALONE, alone["draft"], alone["k"], "auto"),
+        _contender(config, PLAIN, None, 0),
+        _contender(config, OURS, *ours),
+        _contender(config, ALONE, *_best(alone)),
     ]
     runs: dict[str, list[BatchRun]] = {contender.name: [] for contender in contenders}
     for repeat in range(repeats):
@@ -75,7 +72,7 @@ def batch_suite(
         "batch": batch,
         "new_tokens": max_new_tokens,
         "repeats": repeats,
-        "trials": [*trials, alone],
+        "trials": trials + alone,
         "rows": rows,
         "bars": _bars(config, runs, rows),
     }
@@ -90,47 +87,52 @@ def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
         engine.close()
 
 
-def _config(config: EngineConfig, draft: str | None, prefetch: str) -> EngineConfig:
-    """With `draft` and what it leaves of the memory, or all of it as slots."""
+def _contender(config: EngineConfig, name: str, draft: str | None, k: int) -> Contender:
+    """With `draft` and the slots that it leaves; in a batch layers stream, for one prompt the governor decides."""
     split = split_memory(config, draft or "none", LIMIT)
-    budget = split.budget if draft else CacheBudget(nbytes=split.limit_slots * split.stored_bytes)
-    return dataclasses.replace(config, draft=draft or "none", policy="lookahead", prefetch=prefetch, cache=budget)
+    prefetch = "auto" if name == ALONE else "stream"
+    changes = {"draft": draft or "none", "policy": "lookahead", "prefetch": prefetch, "cache": split.budget}
+    return Contender(name, dataclasses.replace(config, **changes), k)
 
 
-def _contender(config: EngineConfig, name: str, draft: str | None, k: int, prefetch: str) -> Contender:
-    return Contender(name, _config(config, draft, prefetch), k)
-
-
-def _try_drafts(config: EngineConfig, prompts: list[str], say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A short run of the whole batch for each draft that leaves room for a cache, with TRIAL_K while it may win."""
+def _try_drafts(
+    config: EngineConfig, prompts: list[str], settings: Iterable[tuple[str | None, int]], name: str, say: Say
+) -> list[dict[str, Any]]:
+    """Short runs with each (draft, k) that leaves room for a cache; of one draft, until a longer k is slower."""
     trials: list[dict[str, Any]] = []
-    for draft in TRIAL_DRAFTS:
-        split = split_memory(config, draft, LIMIT)
+    for draft, group in itertools.groupby(settings, key=lambda setting: setting[0]):
+        split = split_memory(config, draft or "none", LIMIT)
         if split.slots < split.layers:
             continue
-        for k in TRIAL_K:
-            trials.append(_try(_contender(config, OURS, draft, k, "stream"), prompts, say))
-            if trials[-1]["tokens_per_s"] < HOPELESS * max(trial["tokens_per_s"] for trial in trials):
-                break
+        contenders = [_contender(config, name, draft, k) for _, k in group]
+        engine = Engine.load(contenders[0].config)
+        try:
+            for contender in contenders:
+                trials.append(_trial(draft, contender.k, run_batch(engine, contender, prompts, TRIAL_TOKENS)))
+                rate = trials[-1]["tokens_per_s"]
+                say(f"trial: {name}, {draft or 'no draft'}, k = {contender.k}: {rate:.1f} tokens/s")
+                if rate < max(trial["tokens_per_s"] for trial in trials if trial["draft"] == draft):
+                    break
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
     return trials
 
 
-def _try(contender: Contender, prompts: list[str], say: Callable[[str], None]) -> dict[str, Any]:
-    run = _measure(contender, prompts, TRIAL_TOKENS)[0]
-    draft = None if contender.config.draft == "none" else contender.config.draft
-    say(f"trial: batch {len(prompts)}, {contender.config.draft}, k = {contender.k}: {run.tokens_per_s:.1f} tokens/s")
+def _trial(draft: str | None, k: int | str, run: BatchRun) -> dict[str, Any]:
     return {
-        "batch": len(prompts),
+        "batch": run.sequences,
         "draft": draft,
-        "k": contender.k,
+        "k": k,
         "slots": run.slots,
         "tokens_per_s": run.tokens_per_s,
         "mean_acceptance_length": run.mean_acceptance_length,
     }
 
 
-def _best(trials: list[dict[str, Any]], batch: int) -> tuple[str, int]:
-    best = max((trial for trial in trials if trial["batch"] == batch), key=lambda trial: trial["tokens_per_s"])
+def _best(trials: list[dict[str, Any]]) -> tuple[str | None, int]:
+    best = max(trials, key=lambda trial: trial["tokens_per_s"])
     return best["draft"], best["k"]
 
 
