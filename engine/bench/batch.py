@@ -91,8 +91,10 @@ def _contender(config: EngineConfig, name: str, draft: str | None, k: int) -> Co
     """With `draft` and the slots that it leaves; in a batch layers stream, for one prompt the governor decides."""
     split = split_memory(config, draft or "none", LIMIT)
     prefetch = "auto" if name == ALONE else "stream"
-    changes = {"draft": draft or "none", "policy": "lookahead", "prefetch": prefetch, "cache": split.budget}
-    return Contender(name, dataclasses.replace(config, **changes), k)
+    config = dataclasses.replace(
+        config, draft=draft or "none", policy="lookahead", prefetch=prefetch, cache=split.budget
+    )
+    return Contender(name, config, k)
 
 
 def _try_drafts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +74,10 @@ class BatchRun:
 
 def run_batch(engine: Engine, contender: Contender, prompts: list[str], max_new_tokens: int) -> BatchRun:
     """All prompts as one batch at temperature 0, behind a short run that warms up."""
-    sizes = {"k": contender.k, "batch": len(prompts)}
-    engine.generate(prompts, GenerationConfig(max_new_tokens=WARM_UP_TOKENS, **sizes))
+    options = GenerationConfig(max_new_tokens=max_new_tokens, k=contender.k, batch=len(prompts))
+    engine.generate(prompts, dataclasses.replace(options, max_new_tokens=WARM_UP_TOKENS))
     watch = LinkWatch()
-    results = engine.generate(prompts, GenerationConfig(max_new_tokens=max_new_tokens, **sizes), emit=watch.hear)
+    results = engine.generate(prompts, options, emit=watch.hear)
     first, figures, (start, end) = results[0], batch_figures(results), watch.wall
     return BatchRun(
         sequences=len(prompts),
