@@ -47,14 +47,25 @@ class Conveyor:
         self._fill(self._demand.wanted_by(0, SURE))
 
     def _fill(self, now: Collection[int]) -> None:
-        """Ask for what is absent, layer by layer, while there are slots. `now` is what the first layer wants."""
+        """Ask for what is absent, layer by layer, while there are slots. `now` is what the first layer wants.
+
+        That goes first even if the layer was asked for before: who was not foreseen would otherwise take the slot of
+        somebody who was, further ahead.
+        """
         self._cache.approach(self._at % self._layers)
-        self._next = max(self._next, self._at)
+        self._next = max(self._next, self._at + 1)
+        if not self._ask(self._at, now):
+            return
         while self._next <= self._at + min(self.depth, self._layers - 1):
-            layer = self._next % self._layers
-            for expert in now if self._next == self._at else self._demand.wanted_by(layer, SURE):
-                # Into lent slots only: among a layer's own residents one is worth as much as another.
-                here = self._cache.has(layer, expert)
-                if not here and not self._cache.prefetch(layer, expert, self._next, self._all):
-                    return
+            if not self._ask(self._next, self._demand.wanted_by(self._next % self._layers, SURE)):
+                return
             self._next += 1
+
+    def _ask(self, at: int, experts: Collection[int]) -> bool:
+        """Whether all of `experts`, of the layer that is `at`, are there or on their way now."""
+        layer = at % self._layers
+        for expert in experts:
+            # Into lent slots only: among a layer's own residents one is worth as much as another.
+            if not self._cache.has(layer, expert) and not self._cache.prefetch(layer, expert, at, self._all):
+                return False
+        return True
