@@ -26,7 +26,7 @@ def same_origin(headers: Any) -> bool:
 
 
 class LiveSocket:
-    """The endpoint of `/specviz/ws`: one hello, then batches out and commands in until either side closes."""
+    """The endpoint of `/specviz/ws`: hello or watch, then batches out and commands in until either side closes."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -41,7 +41,8 @@ class LiveSocket:
         with suppress(WebSocketDisconnect, RuntimeError):
             code = NORMAL
             try:
-                await conversation.resume(await conversation.greeting())
+                greeting = await conversation.greeting()
+                await (conversation.watch if greeting.get("op") == "watch" else conversation.resume)(greeting)
             except Refused as refusal:
                 code = refusal.code
                 await conversation.say(op="error", message=str(refusal))

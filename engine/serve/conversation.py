@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from engine.errors import UsageError
-from engine.serve.hub import RunHub, Viewer
+from engine.serve.hub import RunHub
+from engine.serve.rooms import is_room
 from engine.serve.session import Session
 
 VERSION = 1
@@ -22,6 +24,8 @@ MESSAGES_PER_S = 50
 BURST = 100
 BATCH_S = 0.05
 IDLE_S = 20.0
+#: How soon a watcher sees that the next run of the room began.
+NEXT_RUN_S = 0.3
 POLICY_VIOLATION, TOO_BIG, NORMAL = 1008, 1009, 1000
 
 
@@ -87,15 +91,27 @@ class Conversation:
 
     async def show(self, hub: RunHub, cursor: int = 1) -> None:
         """Send the run's events from number `cursor` on, and obey commands, until the run's last event went out."""
-        viewer = hub.attach(cursor, "websocket")
-        tasks = [asyncio.create_task(self._send_events(hub, viewer)), asyncio.create_task(self._obey(hub))]
+        await self._both(self._send_events(hub, cursor, "websocket"), hub)
+
+    async def watch(self, hello: dict[str, Any]) -> None:
+        """Show all runs of the room that {"op": "watch", "room", "run", "from"} names, and obey nothing.
+
+        Each run begins with {"op": "attach", "run"}; one that the watcher knows already goes on at `from`.
+        """
+        room, cursor = hello.get("room"), hello.get("from", 1)
+        if not is_room(room) or isinstance(cursor, bool) or not isinstance(cursor, int):
+            raise Refused("this is no watch link: ask for a new one")
+        await self._both(self._send_room(str(room), hello.get("run"), cursor), None)
+
+    async def _both(self, sending: Coroutine[Any, Any, None], hub: RunHub | None) -> None:
+        """Send and listen until one of the two ends."""
+        tasks = [asyncio.create_task(sending), asyncio.create_task(self._obey(hub))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             errors = [error for task in done if (error := task.exception()) is not None]
             if errors:
                 raise errors[0]
         finally:
-            hub.detach(viewer)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)  # not gather: it would replace a cancellation of this very task by its own
@@ -104,22 +120,40 @@ class Conversation:
         """Send one JSON object."""
         await self._socket.send(json.dumps({"v": VERSION, **message}))
 
-    async def _send_events(self, hub: RunHub, viewer: Viewer) -> None:
-        """Send what is new, at most every 50 ms."""
-        while hub.end is None or viewer.cursor <= hub.last_seq:
-            await viewer.wait(IDLE_S)
-            while (batch := viewer.take()) is not None:
-                await self._socket.send(batch.to_json())
-            await asyncio.sleep(BATCH_S)
+    async def _send_events(self, hub: RunHub, cursor: int, channel: str) -> None:
+        """Send what is new, at most every 50 ms, to the run's end."""
+        viewer = hub.attach(cursor, channel)
+        try:
+            while hub.end is None or viewer.cursor <= hub.last_seq:
+                await viewer.wait(IDLE_S)
+                while (batch := viewer.take()) is not None:
+                    await self._socket.send(batch.to_json())
+                await asyncio.sleep(BATCH_S)
+        finally:
+            hub.detach(viewer)
 
-    async def _obey(self, hub: RunHub) -> None:
-        """Carry out commands, for ever."""
+    async def _send_room(self, room: str, known: object, cursor: int) -> None:
+        """One run of the room after the other, for ever."""
+        last = None
+        while True:
+            hub = self._session.registry.latest(room)
+            if hub is None or hub is last:
+                await asyncio.sleep(NEXT_RUN_S)
+                continue
+            last = hub
+            await self.say(op="attach", run=hub.id)
+            await self._send_events(hub, cursor if hub.id == known else 1, "watcher")
+
+    async def _obey(self, hub: RunHub | None) -> None:
+        """Carry out commands, for ever; of those who only watch (no `hub`), none but a ping."""
         while True:
             message = await self._receive()
-            run = self._session.find(hub.id, hub.token)
+            run = self._session.find(hub.id, hub.token) if hub is not None else None
             op = message.get("op")
             if op == "ping":
                 await self.say(op="pong")
+            elif hub is None and op in ("stop", "set"):
+                await self.say(op="error", message="you are watching: only who started the run can change it")
             elif op == "stop":
                 if run is not None:
                     run.stop()

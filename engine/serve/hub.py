@@ -84,9 +84,12 @@ class RunHub:
     The run's first event (RunStart) is kept for ever, since without it nobody can read the others.
     """
 
-    def __init__(self, capacity: int = RING_EVENTS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, capacity: int = RING_EVENTS, clock: Callable[[], float] = time.monotonic, room: str | None = None
+    ) -> None:
         self.id = secrets.token_hex(6)
         self.token = secrets.token_urlsafe(24)
+        self.room = room
         self.last_seq = 0
         self.delivered = 0  # what some websocket has sent, so that another channel can go on from there
         self.end: RunEnd | None = None
@@ -216,9 +219,9 @@ class HubRegistry:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def create(self) -> RunHub:
-        """A new run's hub; forgets finished runs that are too old or too many."""
-        hub = RunHub(clock=self._clock)
+    def create(self, room: str | None = None) -> RunHub:
+        """A new run's hub; forgets finished runs that are too old or too many. `room`: who may watch it, too."""
+        hub = RunHub(clock=self._clock, room=room)
         with self._lock:
             self._forget()
             self._runs[hub.id] = hub
@@ -228,6 +231,13 @@ class HubRegistry:
         """The run, if it is known and `token` is its own."""
         hub = self._runs.get(run) if isinstance(run, str) else None
         return hub if hub is not None and hub.authorizes(token) else None
+
+    def latest(self, room: str) -> RunHub | None:
+        """The newest run of a room that has begun, or else the first that waits; None without any."""
+        with self._lock:
+            runs = [hub for hub in self._runs.values() if hub.room == room]
+        begun = [hub for hub in runs if hub.start is not None]
+        return begun[-1] if begun else next(iter(runs), None)
 
     def _forget(self) -> None:
         now = self._clock()

@@ -104,15 +104,17 @@ class Session:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def start(self, settings: RunSettings) -> Run:
-        """Put a run in the line. Raises SessionFull when `max_waiting` wait already, or when closed."""
+    def start(self, settings: RunSettings, room: str | None = None) -> Run:
+        """Put a run in the line; those in `room` may watch it. Raises SessionFull when `max_waiting` wait already, or
+        when closed.
+        """
         with self._changed:
             if self._closed:
                 raise SessionFull("the server is shutting down")
             self._drop_waiting()
             if len(self._waiting) >= self.max_waiting:
                 raise SessionFull(f"{len(self._waiting)} runs are waiting already: try again in a minute")
-            run = Run(self.registry.create(), settings, self.drop_stopped, self.viewer_ttl)
+            run = Run(self.registry.create(room), settings, self.drop_stopped, self.viewer_ttl)
             ahead = len(self._waiting) + (self._current is not None)
             run.hub.publish(Phase(t=0, phase="queued", detail=f"{ahead} ahead" if ahead else ""))
             self._waiting.append(run)

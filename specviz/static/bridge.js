@@ -8,6 +8,8 @@ let current = null; // {run, token} of this page's last run
 let opened = null; // the text of a recording that somebody opened
 let next = 1; // the first sequence number that the generator has not brought yet
 let filling = Promise.resolve();
+const kept = {}; // {key, room} of this page, {run, token} of its last run
+const watching = new URLSearchParams(window.location.search).get("watch");
 
 /** Passes a batch on, after what is missing before it. */
 async function feed(run, batch) {
@@ -53,10 +55,13 @@ function receive(text) {
   } catch {
     return; // the empty value with which the page starts
   }
+  if (message.key) remember({ key: message.key, room: message.room });
+  if (watching) return; // those who watch have no run of their own
   if (message.op === "attach") {
     current = { run: message.run, token: message.token };
     next = 1;
-    window.specviz?.attach(current);
+    remember(current);
+    window.specviz?.attach({ ...current, rejoined: Boolean(message.key) });
   } else if (message.op === "feed") {
     const run = current;
     filling = filling.then(() => feed(run, message.batch));
@@ -64,6 +69,32 @@ function receive(text) {
     const run = current;
     filling = filling.then(() => fill(run, message.last));
   }
+}
+
+/** Kept for this tab alone: after a reload, it goes on with its run, and its watch link stays the same. */
+function remember(values) {
+  Object.assign(kept, values);
+  try {
+    sessionStorage.setItem("specviz", JSON.stringify(kept));
+  } catch {
+    // A browser that keeps nothing: a reload begins anew.
+  }
+}
+
+/** Shows the link with which others watch this page's runs, and copies it where the browser allows that. */
+async function share() {
+  if (!kept.room) return;
+  const link = new URL(window.location.href);
+  link.search = new URLSearchParams({ watch: kept.room });
+  link.hash = "";
+  let copied = "";
+  try {
+    await navigator.clipboard.writeText(link.href);
+    copied = " (copied)";
+  } catch {
+    // Only over https, and only with leave.
+  }
+  window.specviz?.tell(`Whoever opens this link sees your runs and can change nothing${copied}: ${link.href}`);
 }
 
 /** Saves the current run, or the recording while there is no run yet. */
@@ -108,4 +139,9 @@ function open() {
   input.click();
 }
 
-window.specvizBridge = { receive, download, picture, open, clicked: () => window.specviz?.clicked?.() };
+if (watching) {
+  document.documentElement.classList.add("sv-watching"); // controls.css hides what a watcher cannot use
+  window.specviz?.watch(watching);
+}
+
+window.specvizBridge = { receive, download, picture, open, share, clicked: () => window.specviz?.clicked?.() };

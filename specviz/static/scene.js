@@ -17,6 +17,7 @@ export class Scene {
   transfers = [];
   rounds = [];
   knobs = [];
+  phase = null; // the latest phase event: in a queue, its detail says how many are ahead
   connection = null; // how the engine's machine is heard; null for an engine in the server itself
   #transfers = new Map();
   #fates = new Map();
@@ -85,6 +86,10 @@ export class Scene {
 
   _knob(event) {
     push(this.knobs, event, ROUND_LIMIT);
+  }
+
+  _phase(event) {
+    this.phase = event;
   }
 
   _connection(event) {

@@ -2,6 +2,7 @@
 //
 //   attach({run, token})   show a live run        feed(batch)    a batch that came through the generator
 //   replay({url, label})   play a recording       detach()       let go of the run
+//   watch(room)            see the runs of somebody else's page
 //   open(file)             play a recording that somebody chose, with no server and no model
 //   picture("svg" | "png") all figures as a Blob
 //   clicked()              start the next run's clock at the click, before it has a number
@@ -41,37 +42,53 @@ class SpecViz {
     this.#clicked = performance.now();
   }
 
-  attach({ run, token }) {
+  attach({ run, token, rejoined = false }) {
     if (this.state.run === run && this.#transport) return;
-    const began = this.#clicked ?? performance.now();
+    // A run that goes on after a reload began before this page knows when.
+    const began = rejoined ? null : (this.#clicked ?? performance.now());
     this.#clicked = null;
+    this.#connect({ run, token }, { mode: "live", run, began });
+  }
+
+  /** See the runs of a room, one after the other. */
+  watch(room) {
+    this.#connect({ room }, { mode: "watching", began: null });
+  }
+
+  #connect(address, shown) {
     this.detach();
     this.#stage.reset();
     const stage = this.#stage;
     const { state } = stage;
-    Object.assign(state, { mode: "live", run, began });
+    Object.assign(state, shown);
     this.#transport = new Transport({
-      run,
-      token,
+      ...address,
       seq: () => state.metrics.seq,
-      over: () => ["finished", "stopped", "failed"].includes(state.metrics.run.status),
+      over: () => !address.room && ["finished", "stopped", "failed"].includes(state.metrics.run.status),
       handlers: {
+        attach: (run) => {
+          if (run === state.run) return;
+          stage.reset();
+          Object.assign(state, { run });
+        },
         events: (events) => stage.add(events),
         mode: (mode) => {
-          state.mode = mode;
+          state.mode = mode === "live" ? shown.mode : mode;
           stage.refresh();
         },
         ack: (message) => {
           state.acks[message.name] = message;
-          state.message = null;
-          stage.wake(true);
+          this.tell(null);
         },
-        error: (message) => {
-          state.message = message.message;
-          stage.wake(true);
-        },
+        error: (message) => this.tell(message.message),
       },
     });
+  }
+
+  /** A sentence above the panels; null takes it away. */
+  tell(message) {
+    this.state.message = message;
+    this.#stage.wake(true);
   }
 
   feed(batch) {

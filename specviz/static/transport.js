@@ -19,7 +19,10 @@ export function socketUrl(base = import.meta.url) {
   return url;
 }
 
-/** One run's connection. `handlers`: events(list), mode(name), ack(message), error(message); `seq()` the last one seen. */
+/**
+ * One run's connection, or with `room` in place of run and token, that to one run after the other.
+ * `handlers`: events(list), mode(name), ack(message), error(message), attach(run); `seq()` the last one seen.
+ */
 export class Transport {
   #socket = null;
   #open = false;
@@ -30,8 +33,8 @@ export class Transport {
   #timers = new Map();
   #retry = RETRY_FIRST;
 
-  constructor({ run, token, seq, over, handlers, url = socketUrl() }) {
-    Object.assign(this, { run, token, seq, over, handlers, url });
+  constructor({ run = null, token, room, seq, over, handlers, url = socketUrl() }) {
+    Object.assign(this, { run, token, room, seq, over, handlers, url });
     this.#later("patience", PATIENCE, () => this.#fallBack());
     this.#connect();
   }
@@ -66,7 +69,8 @@ export class Transport {
     }
     socket.onopen = () => {
       // `from` is the next sequence number wanted.
-      socket.send(JSON.stringify({ op: "hello", run: this.run, token: this.token, from: this.seq() + 1 }));
+      const who = this.room ? { op: "watch", room: this.room } : { op: "hello", token: this.token };
+      socket.send(JSON.stringify({ ...who, run: this.run, from: this.seq() + 1 }));
       // The answer proves that the server took our hello, and not merely that a proxy took the connection.
       socket.send(JSON.stringify({ op: "ping" }));
       this.#keepAlive();
@@ -87,7 +91,11 @@ export class Transport {
     if (message.op === "ack") return this.handlers.ack(message);
     if (message.op === "error") return this.handlers.error(message);
     this.#opened();
-    if (message.run === this.run) this.#take(message);
+    if (message.op === "attach") {
+      this.run = message.run;
+      this.handlers.attach(message.run);
+    }
+    if (message.events && message.run === this.run) this.#take(message);
   }
 
   #opened() {

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import gradio as gr
@@ -16,6 +17,7 @@ import gradio as gr
 from engine.config import Knob
 from engine.errors import EngineError, UsageError
 from engine.serve.hub import Viewer
+from engine.serve.rooms import is_key, new_key, room_of
 from engine.serve.runs import Run
 from engine.serve.session import Session
 from specviz.ui.controls import Controls
@@ -29,19 +31,56 @@ TURN_BYTES = 256 * 1024
 IDLE_S = 1.0
 
 
-async def generate(session: Session, controls: Controls, values: list[Any]) -> AsyncIterator[tuple[str, RunRef]]:
+async def generate(
+    session: Session, controls: Controls, values: list[Any], key: str = ""
+) -> AsyncIterator[tuple[str, RunRef]]:
     """Start a run and yield (message, run): how to attach, then what the websocket does not carry, then the end.
 
     Messages are JSON texts for bridge.js. The generator stays with the run until it ends, as one of its viewers.
+    `key`: the page's, so that those with its watch link see the run.
     """
     try:
-        run = session.start(controls.settings(values))
+        run = session.start(controls.settings(values), room_of(key) if is_key(key) else None)
     except EngineError as error:
         raise gr.Error(str(error), print_exception=False) from error
+    async with aclosing(stand_by(run, {})) as messages:
+        async for message in messages:
+            yield message
+
+
+async def rejoin(session: Session, stored: str) -> AsyncIterator[tuple[str, RunRef, str]]:
+    """What a page that was (re)loaded gets: (message, run, key). It goes on with its run if that still is on.
+
+    `stored` is what bridge.js kept in the tab: {"key", "run", "token"} as JSON, or nothing.
+    """
+    kept = _object(stored)
+    key = str(kept.get("key"))
+    if not is_key(key):
+        key = new_key()
+    room = {"key": key, "room": room_of(key)}
+    run = session.find(kept.get("run"), kept.get("token"))
+    if run is None or run.over:
+        yield json.dumps({"op": "room", **room}), None, key
+        return
+    async with aclosing(stand_by(run, room)) as messages:
+        async for message, ref in messages:
+            yield message, ref, key
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+async def stand_by(run: Run, more: dict[str, Any]) -> AsyncGenerator[tuple[str, RunRef], None]:
+    """Stay with a run until it ends, as one of its viewers; `more` goes with the first message."""
     ref = (run.id, run.token)
     viewer = run.hub.attach(1, "generator")
     try:
-        yield json.dumps({"op": "attach", "run": run.id, "token": run.token}), ref
+        yield json.dumps({"op": "attach", "run": run.id, "token": run.token, **more}), ref
         async for frame in fallback(run, viewer):
             yield f'{{"op":"feed","batch":{frame}}}', ref
         end = run.hub.end

@@ -37,6 +37,15 @@ EXPORTS = {
 FOLD_ON_PHONES = """() => {
     if (window.innerWidth < 700) document.querySelectorAll("#sv-controls .label-wrap.open").forEach((b) => b.click());
 }"""
+#: The bridge may load later than Gradio; what was meant for it must not be lost.
+RECEIVE = """async (message) => {
+    for (let i = 0; i < 200 && !window.specvizBridge; i++) await new Promise((resolve) => setTimeout(resolve, 50));
+    window.specvizBridge?.receive(message);
+}"""
+#: What bridge.js kept in this tab; a browser may refuse to keep anything.
+STORED = """() => {
+    try { return sessionStorage.getItem("specviz") ?? ""; } catch { return ""; }
+}"""
 #: Live events must neither cover the page with a progress overlay nor wait in a queue behind a run.
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 QUEUE_SIZE = 64
@@ -46,6 +55,7 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
     """The whole page for one engine session; `model` is what its runs load."""
     with gr.Blocks(title=TITLE, fill_width=True, analytics_enabled=False) as demo:
         run_ref = gr.State(None)
+        key = gr.State("")
         # "hidden" keeps it in the page, so that its change event fires; False would leave it out.
         wire = gr.Textbox(visible="hidden", elem_id="sv-wire", label="events")
         with gr.Row(elem_id="sv-page", equal_height=False):
@@ -55,15 +65,18 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
                 with gr.Row(elem_id="sv-actions"):
                     go = gr.Button("Generate", variant="primary", min_width=120, elem_id="sv-generate")
                     halt = gr.Button("Stop", variant="stop", min_width=80, elem_id="sv-stop")
+                    share = gr.Button("Let others watch", min_width=100, elem_id="sv-share")
+                    share.click(None, js="() => window.specvizBridge?.share()", **_named("share"))
                 controls = create_controls(model, prompt)
                 _create_downloads()
             with gr.Column(scale=4, min_width=320, elem_id="sv-panels"):
                 create_host()
-        _bind_run(session, controls, go, halt, wire, run_ref)
+        _bind_run(session, controls, go, halt, wire, run_ref, key)
         for control in controls.knobs.values():
             if control.knob.live:
                 _bind_knob(session, control, run_ref)
         demo.load(None, js=FOLD_ON_PHONES, **_named("fold"))
+        _bind_reload(session, demo, wire, run_ref, key)
     # The session keeps the line of runs and says when it is full; this bound only guards the server's memory.
     return demo.queue(max_size=QUEUE_SIZE)
 
@@ -85,23 +98,35 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _bind_run(
-    session: Session, controls: Controls, go: gr.Button, halt: gr.Button, wire: gr.Textbox, run_ref: gr.State
-) -> None:
+    session: Session, controls: Controls, go: gr.Button, halt: gr.Button, wire: gr.Textbox, run_ref: gr.State,
+    key: gr.State,
+) -> None:  # fmt: skip
     async def generate(*values: Any) -> AsyncIterator[tuple[str, handlers.RunRef]]:
         """Generate text; yields JSON messages: attach (run and token), feed (events), end (status and results)."""
-        async for message in handlers.generate(session, controls, list(values)):
+        async for message in handlers.generate(session, controls, list(values[:-1]), values[-1]):
             yield message
 
     def stop(ref: handlers.RunRef) -> None:
         handlers.stop(session, ref)
 
     go.click(
-        generate, controls.components, [wire, run_ref], api_name="generate", show_progress="hidden",
+        generate, [*controls.components, key], [wire, run_ref], api_name="generate", show_progress="hidden",
         trigger_mode="once", concurrency_id="engine", concurrency_limit=session.max_waiting + 2,
         js="(...values) => { window.specvizBridge?.clicked(); return values; }",
     )  # fmt: skip
-    wire.change(None, wire, js="(message) => { window.specvizBridge?.receive(message); }", **_named("receive"))
+    wire.change(None, wire, js=RECEIVE, **_named("receive"))
     halt.click(stop, run_ref, api_name="stop", trigger_mode="multiple", **QUIET)
+
+
+def _bind_reload(session: Session, demo: gr.Blocks, wire: gr.Textbox, run_ref: gr.State, key: gr.State) -> None:
+    async def rejoin(stored: str) -> AsyncIterator[tuple[str, handlers.RunRef, str]]:
+        async for message in handlers.rejoin(session, stored):
+            yield message
+
+    demo.load(
+        rejoin, wire, [wire, run_ref, key], js=STORED, api_name="rejoin", api_visibility="private",
+        show_progress="hidden", concurrency_limit=None,
+    )  # fmt: skip
 
 
 def _bind_knob(session: Session, control: KnobControl, run_ref: gr.State) -> None:

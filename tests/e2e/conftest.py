@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120
+GRADIO_WHEN_LEFT = ("AbortError: signal is aborted", "Unexpected error Connection errored out")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,19 +82,21 @@ def open_page(browser, app) -> Iterator[Callable]:
     """Opens the app's page; at the end, no page may have asked another host for anything or logged an error."""
     contexts, foreign, errors = [], [], []
 
-    def open_page(width: int = 1440, height: int = 900, script: str | None = None, **options):
+    def open_page(width=1440, height=900, script=None, url=None, reloads=False, **options):
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30_000)
         page.on("request", lambda request: foreign.append(request.url) if _is_foreign(request.url) else None)
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        # Gradio itself complains of its own streams when a page that has some is left.
+        own = GRADIO_WHEN_LEFT if reloads else ()
+        page.on("console", lambda m: m.type == "error" and not m.text.startswith(own) and errors.append(m.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
         if script:
             page.add_init_script(script)
-        page.goto(app.url)
+        page.goto(url or app.url)
         page.wait_for_selector("#specviz-root .sv-badge")
-        page.wait_for_selector("#sv-generate")
+        page.wait_for_selector("#sv-generate", state="attached")
         return page
 
     yield open_page

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from engine.config import GenerationConfig
-from engine.serve import conversation
+from engine.serve import conversation, rooms
 from engine.serve.runs import RunSettings
 from specviz.assets import Recording, StaticFiles
 from specviz.server import create_routes
@@ -268,3 +268,43 @@ def test_exports_need_the_token_and_hold_the_run(client, session):
     assert summary["status"] == "finished" and summary["results"][0]["new_tokens"] == 5
     for path in (f"/specviz/export/{run.id}/{other.token}/events.ndjson", f"{base}/other.json"):
         assert client.get(path).status_code == 404
+
+
+def test_watchers_see_one_run_after_the_other_and_change_nothing(client, session):
+    room = rooms.room_of(rooms.new_key())
+
+    def begin(tokens: int):
+        return session.start(RunSettings(("Once",), generation=GenerationConfig(max_new_tokens=tokens)), room)
+
+    first = begin(4000)
+    with client.websocket_connect("/specviz/ws") as socket:
+        socket.send_text(json.dumps({"op": "watch", "room": room}))
+        assert json.loads(socket.receive_text()) == {"v": 1, "op": "attach", "run": first.id}
+        for command in ({"op": "stop"}, {"op": "set", "name": "k", "value": 3}):
+            socket.send_text(json.dumps(command))
+        refusals = 0
+        while refusals < 2:
+            refusals += "you are watching" in json.loads(socket.receive_text()).get("message", "")
+        assert not first.stopping.is_set() and not first.over
+        begin(3)
+        first.stop()
+        seen = []
+        while len(seen) < 2:
+            message = json.loads(socket.receive_text())
+            assert first.token not in json.dumps(message)
+            seen += [event for event in message.get("events", []) if event["kind"] == "run_end"]
+        assert [end["status"] for end in seen] == ["stopped", "finished"]
+
+
+def test_a_watcher_resumes_and_a_wrong_link_is_refused(client, session):
+    key = rooms.new_key()
+    run = session.start(RunSettings(("Once",), generation=GenerationConfig(max_new_tokens=30)), rooms.room_of(key))
+    assert session.wait_idle(10)
+    with client.websocket_connect("/specviz/ws") as socket:
+        socket.send_text(json.dumps({"op": "watch", "room": rooms.room_of(key), "run": run.id, "from": 20}))
+        assert json.loads(socket.receive_text())["op"] == "attach"
+        assert [event["seq"] for event in frames_until_end(socket)] == list(range(20, run.hub.last_seq + 1))
+    for room in (key, "", None, "../" + "a" * 29, run.token):
+        with client.websocket_connect("/specviz/ws") as socket:
+            socket.send_text(json.dumps({"op": "watch", "room": room}))
+            assert closed_with(socket)[0] == 1008

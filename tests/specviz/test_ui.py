@@ -326,3 +326,46 @@ def test_spaces_install_the_gradio_that_is_tested():
     assert f"sdk_version: {gr.__version__}\n" in front_matter
     assert "app_file: app.py\n" in front_matter and "sdk: gradio\n" in front_matter
     assert f"gradio=={gr.__version__}" in (ROOT / "requirements.txt").read_text().split()
+
+
+# Reloading
+
+
+def rejoined(session: Session, stored: str) -> list[tuple[dict, object, str]]:
+    async def collect() -> list:
+        return [(json.loads(text), ref, key) async for text, ref, key in handlers.rejoin(session, stored)]
+
+    return asyncio.run(collect())
+
+
+def test_a_page_that_is_loaded_gets_a_key_and_keeps_it(session):
+    ((message, ref, key),) = rejoined(session, "")
+    assert message["op"] == "room" and message["key"] == key and ref is None
+    ((again, _, same),) = rejoined(session, json.dumps({"key": key}))
+    assert same == key and again["room"] == message["room"]
+
+
+def test_a_reload_goes_on_with_the_run_and_its_controls(session, controls):
+    run = session.start(controls.settings(with_tokens(controls, 100)))
+    messages = rejoined(session, json.dumps({"key": "k" * 30, "run": run.id, "token": run.token}))
+    first, last = messages[0], messages[-1]
+    assert (first[0]["op"], first[0]["run"], first[1]) == ("attach", run.id, (run.id, run.token))
+    assert last[0]["op"] == "end" and last[0]["status"] == "finished"
+
+
+@pytest.mark.parametrize("stored", ["{", "[]", "null", '{"key": 3}', '{"key": "<script>"}', "[" * 5000])
+def test_what_a_browser_kept_is_not_trusted(session, stored):
+    ((message, ref, _),) = rejoined(session, stored)
+    assert message["op"] == "room" and ref is None and "script" not in json.dumps(message)
+
+
+def test_forged_and_old_tokens_rejoin_nothing(session, controls):
+    run = session.start(controls.settings(with_tokens(controls, 4000)))
+    other = session.start(controls.settings(with_tokens(controls, 5)))
+    for token in (other.token, "", run.token[:-1], None):
+        ((message, ref, _),) = rejoined(session, json.dumps({"run": run.id, "token": token}))
+        assert message["op"] == "room" and ref is None
+    run.stop()
+    assert session.wait_idle(10)
+    ((message, ref, _),) = rejoined(session, json.dumps({"run": run.id, "token": run.token}))
+    assert message["op"] == "room" and ref is None

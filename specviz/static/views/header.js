@@ -7,6 +7,7 @@ import { createPace } from "../pace.js";
 const MODES = {
   idle: ["waiting", "No run yet"],
   live: ["live", "Events come over a websocket"],
+  watching: ["watching", "Somebody else's runs, as they see them; you can look closer at everything and change nothing"],
   compat: ["compat mode", "The websocket did not open: the same events come through Gradio's own stream"],
   reconnecting: ["reconnecting", "The connection broke; it resumes where it was"],
   recording: ["recording", "A recorded real run, played again"],
@@ -50,7 +51,7 @@ export function createHeader() {
     setText(badge, state.mode === "recording" && state.label ? `recording · ${state.label}` : name);
     badge.dataset.mode = state.mode;
     badge.title = title;
-    setText(phase, phaseText(figures, state.mode === "recording" ? null : pace(figures.load, now)));
+    setText(phase, phaseText(figures, state.mode === "recording" ? null : pace(figures.load, now), state.scene.phase));
     setText(time, clockText(figures, state, now));
     drawProgress(figures);
     setText(change, changeText(figures.knobs, state.acks));
@@ -106,13 +107,13 @@ function createTile(id, label, unit, title) {
 }
 
 /** Where the run is, in a word or two. */
-export function phaseText({ run, load }, rate = null) {
+export function phaseText({ run, load }, rate = null, phase = null) {
   if (run.status === "loading" && load) {
     const share = load.total_bytes ? ` ${percent(load.done_bytes / load.total_bytes)} of ${bytes(load.total_bytes)}` : "";
     const left = load.total_bytes && rate ? ` · ${bytes(rate)}/s · ${clock((load.total_bytes - load.done_bytes) / rate)} left` : "";
     return `loading ${load.stage}${share}${left}`;
   }
-  if (run.status === "waiting") return "queued";
+  if (run.status === "waiting") return phase?.detail ? `queued, ${phase.detail}` : "queued";
   if (run.status === "running") return { prefill: "reading the prompt", decode: "decoding" }[run.phase] ?? run.phase ?? "starting";
   return run.status;
 }
@@ -129,7 +130,7 @@ function connectionText(connection) {
 
 function clockText({ run, t }, state, now) {
   if (state.mode === "recording") return clock(t / 1e9);
-  if (state.began === null) return "";
+  if (state.began === null) return t ? clock(t / 1e9) : "";
   const over = ["finished", "stopped", "failed"].includes(run.status);
   if (over) state.ended ??= now;
   return clock(((over ? state.ended : now) - state.began) / 1000);

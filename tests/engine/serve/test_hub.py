@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from engine import events as ev
+from engine.serve import rooms
 from engine.serve.hub import HubRegistry, RunHub
 from engine.serve.wire import encode
 
@@ -169,3 +170,26 @@ def test_finished_runs_are_forgotten_by_number_and_age():
     now[0] += 100
     registry.create()
     assert registry.find(hubs[-1].id, hubs[-1].token) is None
+
+
+def test_a_room_shows_the_run_that_is_on_and_nobody_else_s():
+    registry = HubRegistry()
+    assert registry.latest("r") is None
+    first, second = registry.create("r"), registry.create("r")
+    registry.create("s")
+    registry.create()
+    assert registry.latest("r") is first  # the second still waits behind it
+    first.publish(start_event())
+    first.publish(ev.RunEnd(0, "finished", None, []))
+    assert registry.latest("r") is first
+    second.publish(start_event())
+    assert registry.latest("r") is second
+
+
+def test_a_room_s_name_follows_from_its_key_and_is_no_key():
+    key = rooms.new_key()
+    name = rooms.room_of(key)
+    assert name == rooms.room_of(key) != rooms.room_of(rooms.new_key())
+    assert rooms.is_key(key) and rooms.is_room(name) and rooms.room_of(name) != name
+    for text in ("", "a", None, 3, key + "!", "x" * 65):
+        assert not rooms.is_key(text)
