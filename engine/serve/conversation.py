@@ -15,6 +15,7 @@ from engine.errors import UsageError
 from engine.serve.hub import RunHub
 from engine.serve.rooms import is_room
 from engine.serve.session import Session
+from engine.serve.wire import FRAME_BYTES
 
 VERSION = 1
 HELLO_TIMEOUT_S = 5.0
@@ -23,6 +24,8 @@ MESSAGE_BYTES = 4096
 MESSAGES_PER_S = 50
 BURST = 100
 BATCH_S = 0.05
+#: A viewer that takes long for each frame gets fewer and longer ones, so that it does not fall ever farther behind.
+CATCH_UP_BYTES = 1 << 20
 IDLE_S = 20.0
 #: How soon a watcher sees that the next run of the room began.
 NEXT_RUN_S = 0.3
@@ -126,8 +129,10 @@ class Conversation:
         try:
             while hub.end is None or viewer.cursor <= hub.last_seq:
                 await viewer.wait(IDLE_S)
-                while (batch := viewer.take()) is not None:
+                size = FRAME_BYTES
+                while (batch := viewer.take(size)) is not None:
                     await self._socket.send(batch.to_json())
+                    size = min(2 * size, CATCH_UP_BYTES)
                 await asyncio.sleep(BATCH_S)
         finally:
             hub.detach(viewer)
