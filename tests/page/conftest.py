@@ -41,10 +41,12 @@ def open_page(browser, site):
     """
     pages, troubles = [], []
 
-    def start(name: str, width: int = 1300, at: float = 1.0, query: str = ""):
+    def start(name: str, width: int = 1300, at: float = 1.0, query: str = "", script: str = ""):
         address = site(name)
         page = browser.new_page(viewport={"width": width, "height": 900})
         pages.append(page)
+        if script:
+            page.add_init_script(script)
         page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
         page.on("console", lambda m: m.type == "error" and troubles.append(f"console: {m.text}"))
         page.on("dialog", lambda dialog: (troubles.append(f"dialog: {dialog.message}"), dialog.dismiss()))
