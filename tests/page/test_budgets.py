@@ -1,0 +1,95 @@
+"""What the page may cost: plots made once, memory that stops growing, nothing redrawn for nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+#: Counts plots as they are made, from before the page's first script.
+COUNT_PLOTS = """
+window.made = 0;
+Object.defineProperty(window, "Plotly", { configurable: true, set(library) {
+    const native = library.newPlot;
+    library.newPlot = function (...a) { window.made++; return native.apply(this, a); };
+    Object.defineProperty(window, "Plotly", { value: library, writable: true, configurable: true });
+} });
+"""
+#: A live run in place of a server: `await stream(rounds)` tells that many rounds of the golden run, again and again.
+STREAM = """async () => {
+    const text = await (await fetch("/specviz/recording.ndjson")).text();
+    const lines = text.trim().split("\\n").map((line) => JSON.parse(line));
+    const decode = lines.findIndex((e) => e.kind === "phase" && e.phase === "decode") + 1;
+    const body = lines.slice(decode).filter((e) => !["run_end", "phase", "load"].includes(e.kind));
+    const span = Math.max(...body.map((e) => e.t)) - Math.min(...body.map((e) => e.t)) + 1e6;
+    const rounds = new Set(body.filter((e) => e.kind === "round").map((e) => e.round)).size;
+    const ids = Math.max(...body.filter((e) => e.kind === "transfer").map((e) => e.id)) + 1;
+    let socket, seq = 0, lap = 0;
+    window.WebSocket = class { constructor() { socket = this; } send() {} close() {} };
+    specviz.attach({ run: "synthetic", token: "t" });
+    const tell = (events) => {
+        const told = events.map((event) => ({ ...event, seq: ++seq }));
+        const batch = { v: 1, run: "synthetic", from: told[0].seq, to: seq, lost: 0, events: told };
+        socket.onmessage({ data: JSON.stringify(batch) });
+    };
+    socket.onopen();
+    tell(lines.slice(0, decode).filter((e) => e.kind !== "load"));
+    const times = ["t", "start", "end", "queued", "draft_end", "verify_start", "verify_end"];
+    const later = (event) => {
+        const moved = { ...event };
+        for (const name of times) if (name in moved) moved[name] += lap * span;
+        if (moved.pauses) moved.pauses = moved.pauses.map((pause) => pause.map((t) => t + lap * span));
+        if ("round" in moved) moved.round += lap * rounds;
+        if (event.kind === "transfer" || event.kind === "settled") moved.id += lap * ids;
+        return moved;
+    };
+    window.frames = () => new Promise((resolve) => requestAnimationFrame(resolve));
+    window.stream = async (count) => {
+        for (let done = 0; done < count; done += rounds, lap++) {
+            tell(body.map(later));
+            if (lap % 10 === 0) await window.frames();
+        }
+    };
+}"""
+
+
+def heap(page) -> int:
+    """Bytes that the page's objects take, after garbage was collected."""
+    session = page.context.new_cdp_session(page)
+    for _ in range(3):
+        session.send("HeapProfiler.collectGarbage")
+    used = session.send("Runtime.getHeapUsage")["usedSize"]
+    session.detach()
+    return used
+
+
+def test_plots_are_made_once_over_five_hundred_updates(open_page):
+    page = open_page("draft4", script=COUNT_PLOTS)
+    page.set_viewport_size({"width": 1300, "height": 6000})
+    page.wait_for_function("document.querySelectorAll('.sv-plot:not(.js-plotly-plot)').length === 0")
+    plots = page.locator(".js-plotly-plot").count()
+    nodes = page.evaluate(
+        "() => { window.kept = [...document.querySelectorAll('.sv-plot')]; return window.kept.length; }"
+    )
+    page.evaluate(STREAM)
+    page.evaluate("async () => { for (let i = 0; i < 500; i++) { await stream(1); if (i % 20 === 0) await frames(); } }")
+    page.wait_for_timeout(1200)  # the slowest plot's turn
+    assert page.evaluate("specviz.state.metrics.acceptance.rounds") >= 500
+    assert page.evaluate("window.made") == plots == nodes >= 5
+    assert page.evaluate("window.kept.every((node) => node.isConnected)")
+
+
+def test_memory_stops_growing_over_a_long_run(open_page):
+    """Ten minutes of 100 tokens a second are 60,000 tokens; what a page keeps is full long before."""
+    page = open_page("draft4")
+    page.evaluate(STREAM)
+    full = page.evaluate("async () => { await stream(3000); return specviz.state.scene.sequences[0].length; }")
+    page.wait_for_timeout(500)
+    before = heap(page)
+    page.evaluate("stream(3000)")
+    page.wait_for_timeout(500)
+    after = heap(page)
+    assert page.evaluate("specviz.state.scene.sequences[0].length") == full
+    assert page.evaluate("specviz.state.metrics.acceptance.rounds") >= 6000
+    print(f"heap {before / 1e6:.1f} MB, then {after / 1e6:.1f} MB")
+    assert after - before < 0.1 * before + 2e6
