@@ -16,6 +16,7 @@ from engine.config import EMBEDDED_MODEL  # noqa: E402
 from engine.errors import EngineError  # noqa: E402
 from engine.serve.client import find_engine  # noqa: E402
 from engine.serve.session import Session  # noqa: E402
+from specviz.spaces import check_hardware  # noqa: E402
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     from specviz.ui import build, launch_kwargs
 
     try:
+        check_hardware(os.environ)
         model, load = find_engine(args.engine, args.token, args.model)
         with closing(Session(load)) as session:
             build(session, model).launch(

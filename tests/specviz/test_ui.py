@@ -369,3 +369,27 @@ def test_forged_and_old_tokens_rejoin_nothing(session, controls):
     assert session.wait_idle(10)
     ((message, ref, _),) = rejoined(session, json.dumps({"run": run.id, "token": run.token}))
     assert message["op"] == "room" and ref is None
+
+
+# Spaces
+
+
+def test_zero_gpu_is_refused_in_one_sentence(capsys, monkeypatch):
+    sys.path.insert(0, str(ROOT))
+    import app
+
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    assert app.main(["--port", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "ZeroGPU" in error and "choose CPU basic" in error
+
+
+def test_spaces_find_what_they_need():
+    import yaml
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(readme.split("---")[1])
+    assert front["sdk"] == "gradio" and front["app_file"] == "app.py" and (ROOT / front["app_file"]).is_file()
+    assert f"gradio=={front['sdk_version']}" in (ROOT / "requirements.txt").read_text()
+    assert len(front["short_description"]) <= 60 and front["license"] == "apache-2.0"
+    assert "build-essential" in (ROOT / "packages.txt").read_text().split()  # the kernels' compiler
