@@ -32,7 +32,7 @@ from engine.speculation.batch import Sequence
 from engine.speculation.drafters import Draft, Drafter, DraftRun, NoDrafter, create_drafter, sparse_experts
 from engine.speculation.outcome import RoundView, outcome
 from engine.speculation.prefetcher import Prefetcher
-from engine.speculation.sampling import Verdict, displayed, distribution, verify
+from engine.speculation.sampling import Verdict, displayed, distribution, match, verify
 from engine.speculation.seam import flaw, padded
 
 # Rows of a prefill pass: bounds the activations of a long prompt.
@@ -223,7 +223,7 @@ class Engine:
         wrong = flaw(draft, run.batch, k, self.vocab)
         if wrong is not None:
             self._switch_off(run, f"a draft was refused: {wrong}. This is a bug of the drafter")
-            draft = Draft.empty(len(run.batch.sequences), self.vocab)
+            draft = Draft.empty(len(run.batch.sequences))
         self.prefetcher.plan_complete()
         return padded(draft)
 
@@ -237,9 +237,11 @@ class Engine:
         return logits
 
     def _accept(self, run: Run, draft: Draft, logits: torch.Tensor) -> Verdict:
+        if run.params.temperature == 0:
+            return match(logits.argmax(-1), draft.tokens, draft.lengths)
         target = distribution(logits, run.params)
         luck = run.batch.draw((draft.lengths + 1).tolist())
-        return verify(target, draft.probs, draft.tokens, draft.lengths, luck)
+        return verify(target, draft.q(self.vocab), draft.tokens, draft.lengths, luck)
 
     def _commit(
         self, run: Run, k: int, draft: Draft, logits: torch.Tensor, verdict: Verdict, times: dict[str, Any]
@@ -288,7 +290,7 @@ class Engine:
     def _switch_off(self, run: Run, reason: str) -> None:
         """Decode plainly for the rest of the run, and say so."""
         run.draft_alarm = f"the {self.config.draft} draft is switched off: {reason}"
-        run.drafter = NoDrafter(self.vocab, run.drafter.nbytes)
+        run.drafter = NoDrafter(run.drafter.nbytes)
         run.recorder.emit(events.DraftAlarm(run.recorder.now(), run.round, self.config.draft, run.draft_alarm))
 
     def _create_draft_experts(self) -> QuantizedExperts | ResidentExperts | None:

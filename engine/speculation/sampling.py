@@ -1,7 +1,7 @@
 """Distributions, and the accept-or-correct rule that keeps speculation lossless.
 
 Rejection sampling: Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.5. A distribution at temperature 0
-is a one-hot vector, for which the same rule is the greedy match: one code path, exact in both cases.
+is a one-hot vector, for which the same rule is the greedy match.
 """
 
 from __future__ import annotations
@@ -67,6 +67,30 @@ def sample(probs: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
     # The first token whose cumulated probability is above: never one of probability 0, which adds nothing.
     reached = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(reached, luck[:, None] * reached[:, -1:], right=True).squeeze(-1)
+
+
+def propose(
+    logits: torch.Tensor, params: SamplingParams, luck: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """What a draft guesses behind logits (batch, vocab): tokens (batch,), the q (batch, vocab) that they were sampled
+    from, and their probabilities as a person sees them.
+
+    At temperature 0 there is no q: nobody reads those of a vocabulary, and to write them takes longer than to choose.
+    """
+    if params.temperature == 0:
+        best, tokens = logits.max(-1)
+        return tokens, None, (best - logits.logsumexp(-1)).exp()
+    probs = distribution(logits, params)
+    tokens = sample(probs, luck)
+    return tokens, probs, probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def match(best: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+    """`verify` at temperature 0, where p is one-hot at the target's `best` (batch, k+1): whatever q was."""
+    k = tokens.shape[1]
+    right = (tokens == best[:, :k]) & (torch.arange(k) < lengths[:, None])
+    accepted = right.long().cumprod(-1).sum(-1)
+    return Verdict(accepted, best.gather(1, accepted[:, None]).squeeze(1))
 
 
 def verify(

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from engine.config import EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.speculation.drafters import SelfDrafter
-from engine.speculation.sampling import SamplingParams, displayed, distribution, sample, verify
+from engine.speculation.sampling import SamplingParams, displayed, distribution, match, propose, sample, verify
 
 VOCAB, DRAWS = 8, 200_000
 PARAMS = {
@@ -147,6 +147,34 @@ def test_one_hot_is_the_greedy_match():
         assert set(tokens[:, position].tolist()) == {token}
     agree = bool(best[VOCAB] == chain.q.argmax(-1)[VOCAB])
     assert bool((verdict.accepted > 0).all()) == agree
+
+
+@pytest.mark.parametrize("k", (0, 1, 5))
+def test_the_greedy_match_is_what_the_rule_says_of_one_hot_targets(k: int):
+    """Whatever q was, and with a draft that is right for a while, for a sequence of any length."""
+    random = torch.Generator().manual_seed(k)
+    logits, batch = torch.randn(400, k + 1, VOCAB, generator=random), 400
+    q = torch.randn(batch, k, VOCAB, generator=random).softmax(-1)
+    guesses = torch.randint(0, VOCAB, (batch, k), generator=random)
+    best = logits.argmax(-1)
+    tokens = torch.where(torch.rand(batch, k, generator=random) < 0.7, best[:, :k], guesses)
+    lengths = torch.randint(0, k + 1, (batch,), generator=random)
+    luck = torch.rand(batch, k + 1, generator=random, dtype=torch.float64)
+    said = verify(distribution(logits, SamplingParams()), q, tokens, lengths, luck)
+    ours = match(best, tokens, lengths)
+    assert torch.equal(ours.accepted, said.accepted) and torch.equal(ours.token, said.token)
+    assert k == 0 or {0, k} <= set(ours.accepted.tolist())
+
+
+def test_a_proposal_is_certain_or_sampled():
+    logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(3))
+    luck = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    tokens, q, sure = propose(logits, SamplingParams(), luck)
+    assert q is None and torch.equal(tokens, logits.argmax(-1))
+    assert torch.allclose(sure, logits.softmax(-1).amax(-1))
+    tokens, q, sure = propose(logits, PARAMS["all"], luck)
+    assert torch.equal(q, distribution(logits, PARAMS["all"])) and torch.equal(tokens, sample(q, luck))
+    assert torch.equal(sure, displayed(logits, PARAMS["all"])[torch.arange(50), tokens])
 
 
 def test_no_draft_is_plain_sampling():

@@ -53,7 +53,7 @@ def create_drafter(
         assert experts is not None
         return SelfDrafter(runner, experts, run)
     if kind == "ngram":
-        return NgramDrafter(run.vocab)
+        return NgramDrafter()
     if kind == "none":
-        return NoDrafter(run.vocab)
+        return NoDrafter()
     raise UsageError(f"unknown draft {kind!r}")

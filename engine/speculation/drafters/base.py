@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from engine.speculation.batch import Batch, Sequence
 from engine.speculation.sampling import SamplingParams
@@ -17,20 +18,37 @@ from engine.speculation.sampling import SamplingParams
 class Draft:
     """tokens (batch, k), probs (batch, k, vocab): the q each was sampled from, lengths (batch,): how many count.
 
+    `probs` are None where each token was certain: at temperature 0, or because it was looked up.
     `confidence` (batch, k) is the draft's probability of each token as a person sees it (`displayed`).
     Tokens beyond a sequence's length are padding, and never reach the model (`engine/speculation/seam.py`).
     """
 
     tokens: torch.Tensor
-    probs: torch.Tensor
+    probs: torch.Tensor | None
     lengths: torch.Tensor
     confidence: torch.Tensor
 
     @classmethod
-    def empty(cls, batch: int, vocab: int) -> Draft:
+    def empty(cls, batch: int) -> Draft:
         """No tokens for anybody."""
         none = torch.zeros(batch, 0)
-        return cls(none.long(), torch.zeros(batch, 0, vocab), torch.zeros(batch, dtype=torch.long), none)
+        return cls(none.long(), None, torch.zeros(batch, dtype=torch.long), none)
+
+    @classmethod
+    def of(
+        cls,
+        tokens: list[torch.Tensor],
+        probs: list[torch.Tensor | None],
+        lengths: torch.Tensor,
+        sure: list[torch.Tensor],
+    ) -> Draft:
+        """What passes proposed, one after the other (`propose`)."""
+        known = [q for q in probs if q is not None]
+        return cls(torch.stack(tokens, 1), torch.stack(known, 1) if known else None, lengths, torch.stack(sure, 1))
+
+    def q(self, vocab: int) -> torch.Tensor:
+        """`probs`, one-hot where tokens were certain."""
+        return F.one_hot(self.tokens, vocab).float() if self.probs is None else self.probs
 
     @property
     def k(self) -> int:
@@ -76,10 +94,9 @@ class NoDrafter(Drafter):
 
     drafts = False
 
-    def __init__(self, vocab: int, nbytes: int = 0) -> None:
+    def __init__(self, nbytes: int = 0) -> None:
         """`nbytes`: what a drafter that was switched off still holds."""
-        self._vocab = vocab
         self.nbytes = nbytes
 
     def draft(self, batch: Batch, k: int, on_token: Callable[[int], None]) -> Draft:
-        return Draft.empty(len(batch.sequences), self._vocab)
+        return Draft.empty(len(batch.sequences))

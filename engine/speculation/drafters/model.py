@@ -13,7 +13,7 @@ from engine.errors import Cancelled
 from engine.model.draft_model import DraftModel
 from engine.speculation.batch import Batch, Sequence
 from engine.speculation.drafters.base import Draft, Drafter, DraftRun
-from engine.speculation.sampling import displayed, distribution, sample
+from engine.speculation.sampling import propose
 
 # Rows of one pass over text that the draft has not read yet: bounds the activations of a long prompt.
 READ_ROWS = 512
@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
         lengths = batch.draft_lengths(k).minimum(room)
         served = lengths.nonzero().flatten()
         if not len(served):
-            return Draft.empty(len(batch.sequences), self._run.vocab)
+            return Draft.empty(len(batch.sequences))
         sequences = [batch.sequences[i] for i in served.tolist()]
         logits = self._catch_up(sequences)
         tokens: list[torch.Tensor] = []
@@ -78,17 +78,20 @@ class ModelDrafter(Drafter):
                     self._cache, None, self._known(tokens[-1])[:, None], slots, starts + i, rows, keep=1
                 )[:, 0]
             logits = self._as_target(logits)
-            probs.append(distribution(logits, self._run.params))
-            tokens.append(sample(probs[-1], batch.draw((lengths > i).long().tolist())[served, 0]))
-            confidence.append(displayed(logits, self._run.params).gather(-1, tokens[-1][:, None]).squeeze(-1))
+            luck = batch.draw((lengths > i).long().tolist())[served, 0]
+            guess, q, sure = propose(logits, self._run.params, luck)
+            tokens.append(guess)
+            probs.append(q)
+            confidence.append(sure)
             on_token(i)
         for number, sequence in enumerate(sequences):
             # The last token was guessed but not read.
             guesses = tuple(int(token[number]) for token in tokens[: int(wanted[number]) - 1])
             self._readings[sequence.slot] = Reading(sequence.cached + 1, guesses)
-        parts = (torch.stack(part, 1) for part in (tokens, probs, confidence))
-        guessed, q, sure = (_spread(part, served, len(lengths)) for part in parts)
-        return Draft(guessed, q, lengths, sure)
+        draft = Draft.of(tokens, probs, lengths, confidence)
+        known = None if draft.probs is None else _spread(draft.probs, served, len(lengths))
+        guessed, sure = (_spread(part, served, len(lengths)) for part in (draft.tokens, draft.confidence))
+        return Draft(guessed, known, lengths, sure)
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens that may still be drafted before the draft's context ends, padding rows included."""

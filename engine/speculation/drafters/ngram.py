@@ -58,8 +58,7 @@ class NgramDrafter(Drafter):
     It is certain of what it says: q is one-hot, so that sampling accepts a token with the target's probability.
     """
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
+    def __init__(self) -> None:
         self._texts: dict[int, SuffixIndex] = {}
 
     def join(self, sequences: list[Sequence]) -> None:
@@ -74,15 +73,11 @@ class NgramDrafter(Drafter):
             found.append(text.continuation(length))
         longest = max(map(len, found))
         if not longest:
-            return Draft.empty(len(found), self._vocab)
+            return Draft.empty(len(found))
         on_token(longest - 1)
-        return self._one_hot(found, longest)
-
-    def _one_hot(self, found: list[list[int]], longest: int) -> Draft:
         tokens = torch.zeros(len(found), longest, dtype=torch.long)
         for row, ids in zip(tokens, found, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
         lengths = torch.tensor([len(ids) for ids in found])
         counted = (torch.arange(longest) < lengths[:, None]).float()
-        probs = torch.zeros(*tokens.shape, self._vocab).scatter_(-1, tokens[..., None], counted[..., None])
-        return Draft(tokens, probs, lengths, counted)
+        return Draft(tokens, None, lengths, counted)

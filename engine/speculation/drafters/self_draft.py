@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from engine.model.runner import ModelRunner
 from engine.offload.experts import QuantizedExperts
 from engine.offload.resident import ResidentExperts
 from engine.speculation.batch import Batch
 from engine.speculation.drafters.base import Draft, Drafter, DraftRun
-from engine.speculation.sampling import displayed, distribution, sample
+from engine.speculation.sampling import propose
 
 
 class SelfDrafter(Drafter):
@@ -39,11 +37,10 @@ class SelfDrafter(Drafter):
             # A sequence that drafts fewer tokens keeps its place in the batch, but its rows reach no expert.
             rows = (lengths > i).long()
             logits = self._runner.forward(batch.cache, self._experts, ids, slots, starts + i, rows, keep=1)
-            probs.append(distribution(logits[:, 0], params))
-            tokens.append(sample(probs[-1], batch.draw(rows.tolist())[:, 0]))
-            ids = tokens[-1][:, None]
-            confidence.append(displayed(logits[:, 0], params).gather(-1, ids).squeeze(-1))
+            guess, q, sure = propose(logits[:, 0], params, batch.draw(rows.tolist())[:, 0])
+            tokens.append(guess)
+            probs.append(q)
+            confidence.append(sure)
+            ids = guess[:, None]
             on_token(i)
-        if not tokens:
-            return Draft.empty(len(batch.sequences), self._run.vocab)
-        return Draft(torch.stack(tokens, 1), torch.stack(probs, 1), lengths, torch.stack(confidence, 1))
+        return Draft.of(tokens, probs, lengths, confidence) if tokens else Draft.empty(len(batch.sequences))
