@@ -13,6 +13,7 @@ from transformers.integrations import moe
 from engine.errors import Cancelled
 from engine.offload.cache import ExpertCache
 from engine.offload.disk import DiskLink
+from engine.offload.groups import RowGroups
 from engine.offload.likeness import Likeness
 from engine.offload.resident import ResidentExperts, share_of_the_rest
 from engine.offload.source import ExpertSource
@@ -224,6 +225,26 @@ def test_one_of_two_experts_speaks_for_both(alike):
     )
     assert F.cosine_similarity(one, both).min() > 0.97
     assert (one.norm(dim=1) / both.norm(dim=1)).sub(1).abs().max() < 0.1
+
+
+def test_a_batch_shares_what_its_tokens_want_most(alike, monkeypatch):
+    """Where experts are nearly the same, all rows take the same ones, and come out as they would one by one."""
+    hidden = torch.randn(5, 24, generator=torch.Generator().manual_seed(4))
+    index = torch.tensor([[1, 0], [2, 0], [2, 1], [2, 3], [0, 3]])
+    weights = torch.tensor([[0.7, 0.3]] * 5)
+    computed = []
+    groups = RowGroups.compute
+    monkeypatch.setattr(RowGroups, "compute", lambda self, module, leases: (
+        computed.append({lease.expert for lease in leases}), groups(self, module, leases))[1])  # fmt: skip
+    experts = ResidentExperts(alike, Observer(), 1, native=False)
+    together = experts.run(0, Module(), hidden, index, weights)
+    assert computed == [{2}], "wanted by 2.1 in all, where expert 1 is wanted by 1.0"
+    alone = torch.cat([
+        experts.run(0, Module(), hidden[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(5)
+    ])  # fmt: skip
+    # The last row has no expert here: which one stands in for both is anybody's choice.
+    assert F.cosine_similarity(together, alone)[:4].min() > 0.97
+    assert {1} in computed[1:], "alone, a token's own expert comes first"
 
 
 def lease(expert: int, matrix: torch.Tensor) -> Lease:
