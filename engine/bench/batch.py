@@ -128,7 +128,7 @@ def _trial(draft: str | None, k: int | str, run: BatchRun) -> dict[str, Any]:
         "draft": draft,
         "k": k,
         "slots": run.slots,
-        "tokens_per_s": run.tokens_per_s,
+        "tokens_per_s": run.full_rate,
         "mean_acceptance_length": run.mean_acceptance_length,
     }
 
@@ -152,11 +152,11 @@ def _measure(contender: Contender, prompts: list[str], max_new_tokens: int) -> l
 
 def _bars(config: EngineConfig, runs: dict[str, list[BatchRun]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the issue asks for, and what makes the comparison fair."""
-    by_name = {row["name"]: row for row in rows}
-    ours = by_name[OURS]["tokens_per_s"]
+    plain, ours, alone = rows
     bars = [
-        at_least(f"times {PLAIN}", ours / by_name[PLAIN]["tokens_per_s"], 2.5),
-        at_least(f"times {ALONE}", ours / by_name[ALONE]["tokens_per_s"], 4.0),
+        at_least(f"times {PLAIN}, all {ours['batch']} decoding", ours["full_ratio"], 2.5),
+        at_least(f"times {PLAIN}, whole run", ours["ratio"], 2.5),
+        at_least(f"times {ALONE}, whole run", ours["tokens_per_s"] / alone["tokens_per_s"], 4.0),
     ]
     bars += [
         at_least(f"link busy, share of the wall, {row['name']}", row["link_busy"], 0.9)

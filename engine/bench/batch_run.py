@@ -22,16 +22,16 @@ WARM_UP_TOKENS = 4
 
 @dataclass
 class LinkWatch:
-    """Hears a run's events. `busy`: when at least one transfer moved; `rounds`: one part of each round."""
+    """Hears a run's events. `busy`: when at least one transfer moved; `rounds`: all sequences' parts of each round."""
 
-    rounds: dict[int, events.Round] = field(default_factory=dict)
+    rounds: dict[int, list[events.Round]] = field(default_factory=dict)
     loads: list[tuple[Interval, int]] = field(default_factory=list)
     _moved: list[Interval] = field(default_factory=list)
 
     def hear(self, event: Event) -> None:
         """Any event; called from the link's threads, too."""
         if isinstance(event, events.Round):
-            self.rounds.setdefault(event.round, event)
+            self.rounds.setdefault(event.round, []).append(event)
         elif isinstance(event, events.Transfer) and event.bytes:
             self._moved += moving(event.start, event.end, event.pauses)
             self.loads.append(((event.start, event.end), event.bytes))
@@ -39,21 +39,36 @@ class LinkWatch:
     @property
     def wall(self) -> Interval:
         """From the first round's start to the last one's end, in ns."""
-        return min(r.start for r in self.rounds.values()), max(r.t for r in self.rounds.values())
+        return _span([parts[0] for parts in self.rounds.values()])
 
     @property
     def busy(self) -> list[Interval]:
         """Inside the wall."""
         return clip(merge(self._moved), self.wall)
 
+    def full(self, sequences: int) -> tuple[int, float]:
+        """(tokens, seconds) of the rounds in which all `sequences` took part: nobody had finished yet."""
+        full = [parts for parts in self.rounds.values() if len(parts) == sequences]
+        start, end = _span([parts[0] for parts in full])
+        return sum(len(part.tokens) for parts in full for part in parts), (end - start) / 1e9
+
+
+def _span(rounds: list[events.Round]) -> Interval:
+    return min(r.start for r in rounds), max(r.t for r in rounds)
+
 
 @dataclass(frozen=True)
 class BatchRun:
-    """What one run did. Seconds are sums over its rounds; `texts` are token ids."""
+    """What one run did. Seconds are sums over its rounds; `texts` are token ids.
+
+    `full_tokens` came in `full_seconds`, while all sequences decoded: a batch that waiting prompts keep full.
+    """
 
     sequences: int
     new_tokens: int
     seconds: float
+    full_tokens: int
+    full_seconds: float
     rounds: int
     draft_s: float
     verify_s: float
@@ -68,8 +83,9 @@ class BatchRun:
     texts: list[list[int]]
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.new_tokens / self.seconds
+    def full_rate(self) -> float:
+        """Tokens/s while all sequences decode."""
+        return self.full_tokens / self.full_seconds
 
 
 def run_batch(engine: Engine, contender: Contender, prompts: list[str], max_new_tokens: int) -> BatchRun:
@@ -79,10 +95,13 @@ def run_batch(engine: Engine, contender: Contender, prompts: list[str], max_new_
     watch = LinkWatch()
     results = engine.generate(prompts, options, emit=watch.hear)
     first, figures, (start, end) = results[0], batch_figures(results), watch.wall
+    full_tokens, full_seconds = watch.full(len(prompts))
     return BatchRun(
         sequences=len(prompts),
         new_tokens=figures["new_tokens"],
         seconds=figures["decode_s"],
+        full_tokens=full_tokens,
+        full_seconds=full_seconds,
         rounds=len(watch.rounds),
         draft_s=first["time"]["draft_s"],
         verify_s=first["time"]["verify_s"],
@@ -99,7 +118,10 @@ def run_batch(engine: Engine, contender: Contender, prompts: list[str], max_new_
 
 
 def batch_row(contender: Contender, runs: list[BatchRun], base: list[BatchRun]) -> dict[str, Any]:
-    """A contender's figures over all its runs: sums first, then shares. `binds` is what a round has most of."""
+    """A contender's figures over all its runs: sums first, then shares. `binds` is what a round has most of.
+
+    `tokens_per_s` is that of whole runs, whose last sequences are fewer and fewer; `full_tokens_per_s` before that.
+    """
 
     def total(name: str, of: list[BatchRun] = runs) -> float:
         return sum(getattr(run, name) for run in of)
@@ -107,7 +129,7 @@ def batch_row(contender: Contender, runs: list[BatchRun], base: list[BatchRun]) 
     seconds, rounds, link_s = total("seconds"), total("rounds"), total("link_s")
     compute_s = total("draft_s") + total("verify_s")
     lengths = [run.mean_acceptance_length for run in runs if run.mean_acceptance_length is not None]
-    rate = total("new_tokens") / seconds
+    rate, full = total("new_tokens") / seconds, total("full_tokens") / total("full_seconds")
     return {
         "name": contender.name,
         "draft": contender.config.draft,
@@ -117,6 +139,8 @@ def batch_row(contender: Contender, runs: list[BatchRun], base: list[BatchRun]) 
         "slots": runs[0].slots,
         "ratio": rate / (total("new_tokens", base) / total("seconds", base)),
         "tokens_per_s": rate,
+        "full_ratio": full / (total("full_tokens", base) / total("full_seconds", base)),
+        "full_tokens_per_s": full,
         "mean_acceptance_length": sum(lengths) / len(lengths) if lengths else None,
         "round_s": seconds / rounds,
         "draft_s": total("draft_s") / rounds,
@@ -134,11 +158,14 @@ def batch_row(contender: Contender, runs: list[BatchRun], base: list[BatchRun]) 
 
 def format_batch_rows(rows: list[dict[str, Any]]) -> list[str]:
     """The table's lines."""
-    heads = ["contender", "draft", "k", "batch", "slots", "tokens/s", "ratio", "tokens/round", "round ms", "draft",
+    heads = ["contender", "draft", "k", "batch", "slots", "full tokens/s", "ratio", "whole run",
+             "ratio", "tokens/round", "round ms", "draft",
              "verify", "stall", "link busy", "GB/s", "MB/round", "binds"]  # fmt: skip
     cells = [
-        [row["name"], row["draft"], str(row["k"]), str(row["batch"]), str(row["slots"]), f"{row['tokens_per_s']:.1f}",
-         f"{row['ratio']:.2f}", f"{row['mean_acceptance_length'] or 1:.2f}",
+        [row["name"], row["draft"], str(row["k"]), str(row["batch"]), str(row["slots"]),
+         f"{row['full_tokens_per_s']:.1f}", f"{row['full_ratio']:.2f}", f"{row['tokens_per_s']:.1f}",
+         f"{row['ratio']:.2f}",
+         f"{row['mean_acceptance_length'] or 1:.2f}",
          *(f"{row[name] * 1e3:.0f}" for name in ("round_s", "draft_s", "verify_s", "stall_s")),
          f"{row['link_busy']:.0%}", f"{(row['link_bytes_per_s'] or 0) / 1e9:.2f}",
          f"{row['bytes_per_round'] / 1e6:.0f}", row["binds"]]
