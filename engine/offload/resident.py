@@ -57,9 +57,10 @@ class ResidentExperts:
             if not self._likeness.known(layer):
                 self._likeness.compare(layer, leases)
             alike, here = self._likeness.of(layer), list(leases)
-            if len(routes) > 1 and alike >= SAME:
-                here = self._most_wanted(routes, gates, here)
-            kept = [self._keep(*row, here, alike) for row in zip(routes, gates, strict=True)]
+            if len(routes) > 1 and alike >= SAME and here:
+                kept = self._share(routes, gates, here, alike)
+            else:
+                kept = [self._keep(*row, here, alike) for row in zip(routes, gates, strict=True)]
             groups = self._groups(hidden, [[expert for expert, _ in row] for row in kept])
             if ABSENT in groups.members:
                 groups.put(ABSENT, hidden.new_zeros(len(groups.members[ABSENT][0]), hidden.shape[1]))
@@ -76,10 +77,19 @@ class ResidentExperts:
             return {expert for row in routes for expert in row}
         return range(self._cache.table.experts)
 
-    def _most_wanted(self, routes: list[list[int]], gates: list[list[float]], here: list[int]) -> list[int]:
-        """As many of `here` as a token takes: the same ones for all tokens, so that a batch reads no more than one."""
+    def _share(
+        self, routes: list[list[int]], gates: list[list[float]], here: list[int], alike: float
+    ) -> list[list[tuple[int, float]]]:
+        """As many of `here` as a token takes, the same for all: a batch reads no more than one token does."""
         scores = gate_scores(routes, gates)
-        return sorted(here, key=lambda expert: -scores.get(expert, 0.0))[: min(self._most, len(routes[0]))]
+        chosen = sorted(here, key=lambda expert: -scores.get(expert, 0.0))[: min(self._most, len(routes[0]))]
+        share = share_of_the_rest(alike, len(chosen))
+        kept = []
+        for experts, values in zip(routes, gates, strict=True):
+            own = dict(zip(experts, values, strict=True))
+            left_out = share * (sum(values) - sum(own.get(expert, 0.0) for expert in chosen))
+            kept.append([(expert, own.get(expert, 0.0) + left_out) for expert in chosen])
+        return kept
 
     def _keep(self, experts: list[int], gates: list[float], here: list[int], alike: float) -> list[tuple[int, float]]:
         """What computes for a token, with its weights: its likeliest experts `here`, then others; ABSENT fills up."""

@@ -69,7 +69,9 @@ class Prefetcher:
         self._cache.plan(self.buffer.plan if self.source == "draft" else None)
 
     def drafted(self, layer: int, index: list[list[int]], weights: list[list[float]]) -> None:
-        """The draft routed one more row at `layer`."""
+        """The draft routed one more row at `layer`. Where layers stream it says nothing new."""
+        if self.source == "stream":
+            return
         self._demand.add(layer, {expert for row in index for expert in row})
         fresh = self.buffer.add(layer, index, weights)
         if layer == 0:
