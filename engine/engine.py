@@ -207,6 +207,7 @@ class Engine:
             source if run.drafter.routes else "none",
             self.slow_memory,
             run.drafter.drafts,
+            max(sequence.remaining for sequence in run.batch.sequences) - 1,
         )
         if knobs["prefetch"] == "auto" and source == "auto":
             self._prefetch_by("draft" if choice.prefetch else "none")

@@ -57,7 +57,8 @@ class CycleModel:
         self.loads.observe(seen.wanted, seen.misses)
         if arm.prefetch:
             self._learn_hiding(seen, memory)
-        (predicted,) = self._raw([arm.k], arm.prefetch, memory)
+        # With what was missing now: a cold cache is no error of the formula, and no property of this k.
+        predicted = self._raw_one(arm.k, arm.prefetch, memory, float(seen.misses[-1]))
         if predicted > 0:
             self._corrections[arm.prefetch].add(arm.k, seen.seconds / predicted)
 
@@ -82,18 +83,21 @@ class CycleModel:
 
     def _raw(self, ks: Sequence[int], prefetch: bool, memory: Memory) -> list[float]:
         """Before the correction."""
-        slower, made = self._pace.slower, []
-        for k in ks:
-            draft, verify = self._compute(k, prefetch)
-            # The draft routes all rows of the chunk but the last.
-            early = self.loads.prefetchable(k, memory.slots) if prefetch and k else 0.0
-            costs = CycleCosts(
+        return [self._raw_one(k, prefetch, memory, self.loads.missing(k + 1)) for k in ks]
+
+    def _raw_one(self, k: int, prefetch: bool, memory: Memory, missing: float) -> float:
+        """The same for one k whose chunk finds `missing` experts absent."""
+        slower = self._pace.slower
+        draft, verify = self._compute(k, prefetch)
+        # The draft routes all rows of the chunk but the last.
+        early = min(self.loads.prefetchable(k, memory.slots), missing) if prefetch and k else 0.0
+        return cycle_seconds(
+            CycleCosts(
                 draft=draft * slower,
                 verify=verify * slower,
-                transfer=self.loads.missing(k + 1) * memory.transfer_seconds,
+                transfer=missing * memory.transfer_seconds,
                 early=early * memory.transfer_seconds,
                 overhead=self._overhead(k + 1) * slower,
                 hiding=self._hiding.get(1.0),
             )
-            made.append(cycle_seconds(costs))
-        return made
+        )

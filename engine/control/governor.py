@@ -47,20 +47,24 @@ class Governor:
         self._calibration = deque([Arm(FIRST_K, True), Arm(FIRST_K, False), PLAIN])
         self._probes = Probes()
 
-    def choose(self, k: int | str, k_max: int, prefetch: str, memory: Memory, can_draft: bool) -> Choice:
+    def choose(
+        self, k: int | str, k_max: int, prefetch: str, memory: Memory, can_draft: bool, room: int | None = None
+    ) -> Choice:
         """The next round's draft length and prefetching.
 
-        `k` is a fixed one or "auto"; `prefetch` is "auto", "draft", or anything else for none by the draft.
+        `k` is a fixed one or "auto"; `prefetch` is "auto", "draft", or anything else for none by the draft. No sequence
+        can take more than `room` draft tokens any more (None: that is far off).
         """
         every_k = range(1 + (k_max if k == "auto" else max(k_max, int(k))))
         tokens = self.acceptance.expected_tokens(every_k[-1])
         sides = (False, True) if prefetch == "auto" else (prefetch == "draft",)
         curves = {side: self.cycle.seconds(every_k, side, memory) for side in sides}
-        ks = range(k_max + 1) if k == "auto" else (int(k),)
+        ending = room is not None and room < k_max
+        ks = range((room if room is not None and ending else k_max) + 1) if k == "auto" else (int(k),)
         arms = [Arm(n, side and n > 0) for side in sides for n in ks] if can_draft else [PLAIN]
         seconds = {arm: curves[arm.prefetch or sides[0]][arm.k] for arm in arms}
         rates = {arm: rate(tokens[arm.k], seconds[arm]) for arm in seconds}
-        arm, probing, reason = self._pick(list(seconds), rates, seconds)
+        arm, probing, reason = self._pick(rates, seconds, ending)
         if not can_draft:
             reason = "no drafter: plain decoding"
         elif k != "auto":
@@ -84,8 +88,9 @@ class Governor:
             self.acceptance.observe(verified, accepted)
         self.cycle.observe(seen, memory)
 
-    def _pick(self, arms: list[Arm], rates: dict[Arm, float], seconds: dict[Arm, float]) -> tuple[Arm, bool, str]:
-        """The arm, whether it is a probe, and why."""
+    def _pick(self, rates: dict[Arm, float], seconds: dict[Arm, float], ending: bool) -> tuple[Arm, bool, str]:
+        """The arm, whether it is a probe, and why. With `ending`, no draft may be as long as it could be elsewhere."""
+        arms = list(rates)
         if len(arms) == 1:
             return arms[0], False, f"nothing but {arms[0]} to choose from"
         while self._calibration:
@@ -94,6 +99,9 @@ class Governor:
             if arm in arms:
                 return arm, True, f"measuring a round with {arm} first"
         best = max(arms, key=lambda arm: rates[arm])
+        if ending:
+            # Nothing to learn for the next text from drafts that were cut short.
+            return best, False, f"{best} for the last tokens"
         if self._favourite not in rates or rates[best] > HYSTERESIS * rates[self._favourite]:
             return best, False, self._move(best, rates)
         probe = self._probes.next(self._favourite, rates, seconds, self.cycle.familiarity)

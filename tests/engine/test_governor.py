@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 from governor_worlds import EXPERTS, K_MAX, TOP_K, World, disturbed, drawn, play, wandering
 
+from engine.control.cycle import CycleModel
 from engine.control.governor import PLAIN, Governor
 from engine.control.observation import Arm, Memory
 
@@ -212,3 +213,47 @@ def test_predictions_become_true(seed: int):
     assert mean(rates) == pytest.approx(1, abs=0.15)
     assert mean(tokens) == pytest.approx(1, abs=0.15)
     assert mean(seconds) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("room", (0, 1, 3, 7))
+def test_the_last_tokens_of_a_text_are_no_probes_and_change_no_mind(room: int):
+    """Drafts that must be short for want of tokens say nothing about the next text."""
+    governor, draw = Governor(K_MAX, EXPERTS, TOP_K), random.Random(1)
+    for _ in range(60):
+        choice = governor.choose("auto", K_MAX, "auto", FREE.memory, True)
+        governor.observe(FREE.play(Arm(choice.k, choice.prefetch), draw), FREE.memory)
+    favourite = governor._favourite
+    assert favourite is not None and favourite.k > room
+    for _ in range(60):
+        choice = governor.choose("auto", K_MAX, "auto", FREE.memory, True, room)
+        assert choice.k <= room and not choice.probing
+        assert len(choice.rate) == K_MAX + 1  # the curve on the page keeps its length
+        assert governor._favourite == favourite
+    # A text that is far from its end is as if nothing had been said.
+    later = governor.choose("auto", K_MAX, "auto", FREE.memory, True, K_MAX)
+    assert later.k > room or later.probing
+
+
+def test_a_cold_cache_is_not_held_against_the_draft_that_met_it():
+    """Of a round that found everything missing, the next round's prediction learns the loads, not a worse formula."""
+    warm = World(noise=0.0)
+    model = CycleModel(K_MAX, EXPERTS, TOP_K)
+    arm, draw = Arm(8, False), random.Random(2)
+    for _ in range(20):
+        model.observe(warm.play(arm, draw), warm.memory)
+    (before,) = model.seconds([8], False, warm.memory)
+    usual = warm.play(arm, draw)
+    cold = replace(
+        usual,
+        misses=usual.wanted,
+        seconds=usual.seconds + (usual.wanted[-1] - usual.misses[-1]) * warm.transfer,
+        stall_seconds=usual.stall_seconds + (usual.wanted[-1] - usual.misses[-1]) * warm.transfer,
+    )
+    assert cold.seconds > 1.2 * usual.seconds
+    model.observe(cold, warm.memory)
+    loads = model.loads.missing(9) * warm.transfer
+    assert model._corrections[False](8) == pytest.approx(1, abs=0.05)
+    for _ in range(20):
+        model.observe(warm.play(arm, draw), warm.memory)
+    assert model.seconds([8], False, warm.memory)[0] == pytest.approx(before, rel=0.03)
+    assert loads > model.loads.missing(9) * warm.transfer
