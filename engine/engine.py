@@ -27,6 +27,7 @@ from engine.offload.resident import ResidentExperts
 from engine.passes import PassObserver
 from engine.report import cache_state, governor_choice, kernels_label, roofline_point, run_start, summarize
 from engine.requests import Request
+from engine.roofs import measure_roofs
 from engine.run import Run, open_run
 from engine.speculation.batch import Sequence
 from engine.speculation.drafters import Draft, Drafter, DraftRun, NoDrafter, create_drafter, sparse_experts
@@ -62,6 +63,7 @@ class Engine:
         )
         self.policy = config.policy
         self.kernels = kernels_label(config.kernels, loaded.kernels)
+        self.roofs = measure_roofs(config.dtype, str(loaded.device), torch.get_num_threads())
         self.passes.attach(None, self.cache)
         in_place = None
         if isinstance(loaded.link, HostLink):

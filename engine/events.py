@@ -49,7 +49,8 @@ class RunStart(Event):
     """The first event of a run: everything needed to read the others.
 
     `model`: name, architecture, layers, moe_layers, experts, top_k, hidden, expert_bytes, dtype, vocab.
-    `machine`: cpu, cores, memory_gib, device, and kernels: the compiled kernels' variant, or "torch (the reason)".
+    `machine`: cpu, cores, memory_gib, device, kernels (the compiled kernels' variant, or "torch (the reason)"), and
+    roofs: memory_gbps and tflops as measured, see `measure_roofs`.
     `link`: kind, label, gbps, latency_us, emulated.
     `memory`: shared, draft, cache, kv, total (bytes). `prompts`: one list of {"id", "text"} a sequence.
     """

@@ -38,7 +38,12 @@ def run_start(engine: Engine, run: Run) -> events.RunStart:
         schema=events.SCHEMA_VERSION,
         model=model_info(engine),
         machine=machine_info()
-        | {"threads": engine.loaded.threads, "kernels": engine.kernels, "device": device_name(engine)},
+        | {
+            "threads": engine.loaded.threads,
+            "kernels": engine.kernels,
+            "device": device_name(engine),
+            "roofs": engine.roofs,
+        },
         link=link_info(engine),
         config=config_info(engine, run),
         memory=memory_info(engine, run),
