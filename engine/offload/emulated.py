@@ -36,7 +36,8 @@ class EmulatedLink(Link):
 
     @property
     def label(self) -> str:
-        return f"emulated {self._gbps:g} GB/s" + (f", {self._latency_us:g} µs" if self._latency_us else "")
+        gbps = float(f"{self._gbps:.3g}")  # a preset's pace has no more digits that mean anything
+        return f"emulated {gbps:g} GB/s" + (f", {self._latency_us:g} µs" if self._latency_us else "")
 
     @property
     def bytes_per_s(self) -> float:
