@@ -25,15 +25,15 @@ from engine.simulate.reports import reproduce, simulate_policies
 #: Setting → smallest, largest and default; memory in GiB, 0 for what the profile has.
 LIMITS: dict[str, tuple[float, float, float]] = {
     "batch": (1, 4096, 1),
-    "k": (0, K_LIMIT, 4),
-    "acceptance": (0, 1, 0.8),
+    "k": (0, K_LIMIT, 8),
+    "acceptance": (0, 1, 0.95),
     "prompt": (1, 32768, 512),
     "output": (1, 8192, 128),
     "fast_gib": (0, 4096, 0),
     "host_gib": (0, 65536, 0),
 }
 WHOLE = ("batch", "k", "prompt", "output")
-DEFAULTS = {"hardware": "rtx4090", "model": "qwen3-30b-a3b"}
+DEFAULTS = {"hardware": "a100-40gb", "model": "mixtral-8x7b"}
 LARGEST = "max"
 
 

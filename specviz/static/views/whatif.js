@@ -38,7 +38,7 @@ export function createWhatIf({ plotter, wake }) {
   const papers = createPapers();
   panel.body.append(settings.root, policies, el("div", { class: "sv-pair" }, el("div", {}, caption, iteration.root), el("div", {},
     el("h4", { text: "Hierarchical roofline: which roof each phase meets" }), plot.node, roofs)), papers,
-  el("p", { class: "sv-hint", text: "A prediction: every operator as fast as the profile's roofs allow, experts drawn at random. No kernel is faster, real ones are slower. Profiles and their sources are in assets/profiles." }));
+  el("p", { class: "sv-hint", text: "A prediction: every operator as fast as the profile's roofs allow, experts drawn at random (the worst case: real text asks again for those that it just used). No kernel is faster, real ones are slower. Profiles and their sources are in assets/profiles." }));
   panel.say("Choose a machine and a model: the simulator answers without loading anything.");
   // Nothing is asked before somebody looks.
   new IntersectionObserver((entries, observer) => {

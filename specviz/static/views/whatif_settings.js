@@ -36,7 +36,7 @@ export function createWhatIfSettings(changed) {
       id: `sv-whatif-${id}`, type, step: step ?? "any", class: type === "range" ? "sv-range" : "sv-number",
       on: { input: () => (tell(id), changed()) },
     });
-    outputs[id] = el("output", { class: "sv-hint", for: `sv-whatif-${id}`, text: unit });
+    outputs[id] = el("span", { class: "sv-hint", text: unit });
     return el("div", { class: "sv-field" }, el("label", { for: `sv-whatif-${id}`, text: label }),
       el("div", { class: "sv-field-line" }, inputs[id], outputs[id], id === "batch" ? largest : null));
   });
@@ -47,7 +47,10 @@ export function createWhatIfSettings(changed) {
 
   function tell(id) {
     const [, , unit, type] = FIELDS.find(([name]) => name === id);
-    if (type === "range") setText(outputs[id], `${number(Number(inputs[id].value))} ${unit}`);
+    if (type !== "range") return;
+    const words = `${number(Number(inputs[id].value))} ${unit}`;
+    setText(outputs[id], words);
+    inputs[id].setAttribute("aria-valuetext", words);
   }
 
   /** The chosen machine's own memories stand in the empty fields. */
