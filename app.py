@@ -25,6 +25,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0" if on_spaces else "127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=os.environ.get("GRADIO_SERVER_PORT", "7860"))
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a directory or a Hugging Face id")
+    parser.add_argument("--draft-model", metavar="MODEL", help="a small model that the page offers as a draft")
     parser.add_argument("--engine", metavar="ws://HOST:PORT", help="show the engine that `engine serve` lends there")
     parser.add_argument("--token", default=os.environ.get("SPECVIZ_TOKEN", ""), help="of that engine ($SPECVIZ_TOKEN)")
     parser.add_argument("--share", action="store_true", help="make a public link through Gradio's tunnel")
@@ -42,13 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         check_hardware(os.environ)
         model, load = find_engine(args.engine, args.token, args.model)
         with closing(Session(load)) as session:
-            build(session, model).launch(
-                server_name=args.host,
-                server_port=args.port,
-                share=args.share,
-                inbrowser=args.open,
-                **launch_kwargs(session),
-            )
+            where = {"server_name": args.host, "server_port": args.port, "share": args.share, "inbrowser": args.open}
+            build(session, model, args.draft_model).launch(**where, **launch_kwargs(session))
     except (EngineError, OSError) as error:
         taken = f"port {args.port} is in use: stop the other program or choose another --port"
         print(f"app.py: {taken if 'empty port' in str(error) else error}", file=sys.stderr)

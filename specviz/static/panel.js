@@ -20,6 +20,7 @@ export function createPanel({ id, title, question, table }) {
   const holder = el("div", { class: "sv-table", tabindex: "0", role: "region", "aria-label": `${title}: the numbers` });
   holder.hidden = true;
   let drawn = -Infinity;
+  let shown = null;
 
   const toggle = button("Table", `The numbers of “${title}” as a table`, () => {
     holder.hidden = !holder.hidden;
@@ -32,7 +33,14 @@ export function createPanel({ id, title, question, table }) {
   function refreshTable(now) {
     if (holder.hidden || now - drawn < TABLE_EVERY) return;
     drawn = now;
-    holder.replaceChildren(createTable(table(), title));
+    const content = table();
+    const next = JSON.stringify(content.rows);
+    if (next === shown) return;
+    shown = next;
+    // Whoever stands on a button of the table keeps standing there.
+    const at = [...holder.querySelectorAll("button")].indexOf(document.activeElement);
+    holder.replaceChildren(createTable(content, title));
+    if (at >= 0) holder.querySelectorAll("button")[at]?.focus({ preventScroll: true });
   }
 
   const root = el(

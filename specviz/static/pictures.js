@@ -57,7 +57,9 @@ export async function drawPng(svg) {
 
 async function fromPlots(plots) {
   const Plotly = await plotly();
-  return Promise.all(plots.map(async (plot) => {
+  // What is hidden, or has nothing to show yet, has no place in a picture.
+  const shown = plots.filter((plot) => plot.node.clientWidth > 0 && plot.spec().data.length);
+  return Promise.all(shown.map(async (plot) => {
     const { data, layout } = plot.spec();
     const { width, height } = layout;
     const href = await Plotly.toImage({ data, layout }, { format: "svg", width, height });

@@ -7,6 +7,10 @@ export const SLICE_LIMIT = 6000;
 export const TRANSFER_LIMIT = 3000;
 export const ROUND_LIMIT = 1500;
 
+/** The prompts of a run, as one text. */
+export const promptText = ({ sequences }) =>
+  JSON.stringify(sequences.map((tokens) => tokens.filter(({ state }) => state === "prompt").map(({ text }) => text).join("")));
+
 /** The things seen in one run. Lists only grow at their end; `version` counts changes. */
 export class Scene {
   version = 0;

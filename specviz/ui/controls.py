@@ -10,15 +10,28 @@ from typing import Any
 
 import gradio as gr
 
-from engine.config import DRAFTS, DTYPES, KNOBS, CacheBudget, EngineConfig, GenerationConfig, Knob, LinkConfig
+from engine.config import (
+    DRAFTS,
+    DTYPES,
+    KNOBS,
+    MODEL_DRAFT,
+    CacheBudget,
+    EngineConfig,
+    GenerationConfig,
+    Knob,
+    LinkConfig,
+)
 from engine.control.presets import PRESETS
 from engine.serve.runs import RunSettings
 
-EXAMPLES = (
-    "Once upon a time, there was a little girl named Lily who",
-    "Tom had a red kite.",
-    "The little frog was",
-)
+#: Openings by their kind of text.
+OPENINGS = {
+    "A story": "Once upon a time, there was a little girl named Lily who",
+    "One sentence": "Tom had a red kite.",
+    "A dialogue": '"Can I play with you?" asked Ben. "Yes," said Mia. "But',
+    "Repetition, for ngram": "The frog said hop. The cat said hop. The dog said hop. The frog said hop. The cat",
+}
+EXAMPLES = tuple(OPENINGS.values())
 CUSTOM_LINK = "emulated"
 LINKS = [
     ("This machine's disk", "disk"),
@@ -64,16 +77,17 @@ class Controls:
     link: gr.Dropdown
     draft: gr.Dropdown
     dtype: gr.Radio
+    chat: gr.Checkbox
     knobs: dict[str, KnobControl]
 
     @property
     def components(self) -> list[gr.components.Component]:
         knobs = [component for control in self.knobs.values() for component in control.components]
-        return [self.prompt, self.link, self.draft, self.dtype, *knobs]
+        return [self.prompt, self.link, self.draft, self.dtype, self.chat, *knobs]
 
     def settings(self, values: Sequence[Any]) -> RunSettings:
         """What the page asks for. Raises UsageError for what is out of range."""
-        prompt, link, draft, dtype, *rest = values
+        prompt, link, draft, dtype, chat, *rest = values
         chosen: dict[str, Any] = {}
         for name, control in self.knobs.items():
             count = len(control.components)
@@ -94,9 +108,26 @@ class Controls:
                 cache=CacheBudget(slots=chosen["slots"]),
                 link=_link(link, chosen),
             ),
-            generation=GenerationConfig(**request, k=chosen["k"], k_max=chosen["k_max"]),
+            generation=GenerationConfig(**request, chat=bool(chat), k=chosen["k"], k_max=chosen["k_max"]),
             knobs=live,
         )
+
+
+def _small_model(draft_model: str | None) -> list[tuple[str, str]]:
+    return [(f"{Path(draft_model).name} (a small model)", f"{MODEL_DRAFT}{draft_model}")] if draft_model else []
+
+
+def has_chat_template(model: str) -> bool:
+    """Whether the model's directory holds a template; of a hub's model that is known when it is loaded."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return True
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError):
+        return False
 
 
 def _link(choice: str, chosen: dict[str, Any]) -> LinkConfig:
@@ -108,12 +139,21 @@ def _link(choice: str, chosen: dict[str, Any]) -> LinkConfig:
 def create_prompt() -> gr.Textbox:
     """The prompt and openings to click on."""
     prompt = gr.Textbox(EXAMPLES[0], label="Prompt", lines=3, max_lines=8, elem_id="sv-prompt")
-    gr.Examples([[text] for text in EXAMPLES], [prompt], label="Openings", api_name="load_example")
+    gr.Examples(
+        [[text] for text in EXAMPLES],
+        [prompt],
+        example_labels=list(OPENINGS),
+        label="Openings",
+        api_name="load_example",
+    )
     return prompt
 
 
-def create_controls(model: str, prompt: gr.Textbox) -> Controls:
-    """Everything but the prompt, generated from the engine's knobs. `model` is the one the page runs."""
+def create_controls(model: str, prompt: gr.Textbox, draft_model: str | None = None) -> Controls:
+    """Everything but the prompt, generated from the engine's knobs. `model` is the one the page runs.
+
+    A visitor may not name a `draft_model`: it would be loaded from wherever they say.
+    """
     limits = model_limits(model)
     knobs: dict[str, KnobControl] = {}
 
@@ -123,7 +163,8 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
     with gr.Accordion("Draft", open=True):
         add("k", "k_max")
         draft = gr.Dropdown(
-            [(DRAFT_LABELS.get(name, name), name) for name in DRAFTS], value="self-int4", label="Draft · next run",
+            [*[(DRAFT_LABELS.get(name, name), name) for name in DRAFTS], *_small_model(draft_model)],
+            value="self-int4", label="Draft · next run",
             info="Who guesses: a quantized copy of the experts, the experts that are resident, or the text so far.",
             elem_id="sv-draft",
         )  # fmt: skip
@@ -143,11 +184,15 @@ def create_controls(model: str, prompt: gr.Textbox) -> Controls:
     with gr.Accordion("Length, sampling and more", open=False):
         add("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefetch_depth")
         dtype = gr.Radio(list(DTYPES), value="float32", label="Precision · next run", elem_id="sv-dtype")
+        chat = gr.Checkbox(
+            False, label="Chat · next run", elem_id="sv-chat", visible=has_chat_template(model),
+            info="The prompt is a message to answer, put into the model's chat template.",
+        )  # fmt: skip
     missing = KNOBS.keys() - knobs.keys()
     if missing:
         with gr.Accordion("More", open=False):
             add(*sorted(missing))
-    return Controls(model, prompt, link, draft, dtype, {name: knobs[name] for name in KNOBS})
+    return Controls(model, prompt, link, draft, dtype, chat, {name: knobs[name] for name in KNOBS})
 
 
 def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import gradio as gr
@@ -18,8 +18,9 @@ from engine.config import Knob
 from engine.errors import EngineError, UsageError
 from engine.serve.hub import Viewer
 from engine.serve.rooms import is_key, new_key, room_of
-from engine.serve.runs import Run
+from engine.serve.runs import Run, RunSettings
 from engine.serve.session import Session
+from specviz.compare import create_side
 from specviz.ui.controls import Controls
 
 #: (run id, token), or None before the first run.
@@ -32,20 +33,32 @@ IDLE_S = 1.0
 
 
 async def generate(
-    session: Session, controls: Controls, values: list[Any], key: str = ""
+    session: Session, controls: Controls, values: list[Any], key: str = "", **changes: Any
 ) -> AsyncIterator[tuple[str, RunRef]]:
     """Start a run and yield (message, run): how to attach, then what the websocket does not carry, then the end.
 
     Messages are JSON texts for bridge.js. The generator stays with the run until it ends, as one of its viewers.
-    `key`: the page's, so that those with its watch link see the run.
+    `key`: the page's, so that those with its watch link see the run. `changes` replace settings, as in `create_side`.
     """
-    try:
-        run = session.start(controls.settings(values), room_of(key) if is_key(key) else None)
-    except EngineError as error:
-        raise gr.Error(str(error), print_exception=False) from error
+    with refusals():
+        run = start(session, create_side("", controls.settings(values), changes).settings, key)
     async with aclosing(stand_by(run, {})) as messages:
         async for message in messages:
             yield message
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What cannot be run is one line that Gradio shows."""
+    try:
+        yield
+    except EngineError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+
+
+def start(session: Session, settings: RunSettings, key: str) -> Run:
+    """Put a run into the line, and into the room of the page's `key`."""
+    return session.start(settings, room_of(key) if is_key(key) else None)
 
 
 async def rejoin(session: Session, stored: str) -> AsyncIterator[tuple[str, RunRef, str]]:
@@ -76,7 +89,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 async def stand_by(run: Run, more: dict[str, Any]) -> AsyncGenerator[tuple[str, RunRef], None]:
-    """Stay with a run until it ends, as one of its viewers; `more` goes with the first message."""
+    """Stay with a run until it ends, as one of its viewers; `more` goes with the first message and the last."""
     ref = (run.id, run.token)
     viewer = run.hub.attach(1, "generator")
     try:
@@ -88,7 +101,7 @@ async def stand_by(run: Run, more: dict[str, Any]) -> AsyncGenerator[tuple[str, 
         if end.error:
             gr.Warning(end.error, title="The run failed")
         done = {"op": "end", "run": run.id, "last": run.hub.last_seq, "status": end.status, "error": end.error}
-        yield json.dumps({**done, "results": end.summary}), ref
+        yield json.dumps({**done, **more, "results": end.summary}), ref
     finally:
         run.hub.detach(viewer)
 

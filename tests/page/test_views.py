@@ -141,7 +141,9 @@ def test_speed_says_against_what_the_draft_pays(open_page, name):
     said = page.locator(".sv-panel-speed").inner_text()
     latest = json.loads((GOLDEN / f"{name}.metrics.json").read_text())["governor"]["latest"]
     if latest["k"]:
-        assert re.search(rf"Predicted: [\d.]+ tokens/s with k = {latest['k']}, [\d.]+ without a draft", said)
+        assert re.search(
+            rf"Predicted, not measured: [\d.]+ tokens/s with k = {latest['k']}, [\d.]+ without a draft", said
+        )
     else:
         assert "Nothing is drafted now" in said
 
@@ -206,10 +208,12 @@ def test_what_if_answers_settings_without_a_run(open_page):
     page.wait_for_function("document.querySelectorAll('.sv-policy').length === 4")
     panel.get_by_label("Machine").select_option("a30")
     panel.get_by_label("Model").select_option("mixtral-8x7b")
+    report = simulate({"hardware": "a30", "model": "mixtral-8x7b"})
     page.wait_for_function(
-        "document.querySelector('.sv-panel-whatif .sv-sentence').textContent.includes('Mixtral-8x7B on')"
+        "words => document.querySelector('.sv-panel-whatif .sv-sentence').textContent.startsWith(words)",
+        arg=f"{report['model']} on {report['hardware']}",
     )
-    expected = simulate({"hardware": "a30", "model": "mixtral-8x7b"})["policies"]
+    expected = report["policies"]
     rates = panel.locator(".sv-policy-rate").all_inner_texts()
     assert rates[0] == f"{expected[0]['tokens_per_second']:.2f} tokens/s" and rates[1] == "–"
     assert "does not fit" in panel.locator(".sv-policy").nth(1).inner_text()
@@ -224,3 +228,17 @@ def test_what_if_answers_settings_without_a_run(open_page):
     panel.get_by_text("The papers' tables").click()
     page.wait_for_function("document.querySelectorAll('.sv-papers tbody tr').length > 40")
     assert "4.39" in panel.locator(".sv-papers tbody tr").first.inner_text()
+
+
+def test_the_roofline_has_a_second_tab_for_phases(open_page):
+    page = open_page("draft4")
+    panel = page.locator(".sv-panel-roofline")
+    panel.get_by_role("button", name="Hierarchical").click()
+    page.wait_for_function(
+        "[...document.querySelectorAll('.sv-panel-roofline .js-plotly-plot')].some((plot) => "
+        "plot.data.some((trace) => trace.name === 'experts with waiting'))"
+    )
+    assert panel.get_by_role("button", name="Amortization").get_attribute("aria-pressed") == "false"
+    panel.get_by_role("button", name="Table").click()
+    phases = panel.locator("tbody tr td:first-child").all_inner_texts()
+    assert phases == ["draft", "shared weights", "experts", "experts with waiting"]

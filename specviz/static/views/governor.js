@@ -50,7 +50,8 @@ export function createGovernor({ state, plotter, selection, wake }) {
   return { root: panel.root, draw, reset: () => (shown = null), refreshTable: panel.refreshTable };
 }
 
-const words = (choice) => `k = ${choice.k}, ${who(choice)}: ${choice.reason.replace(/^k = \d+ (was |is )?/, "")}`;
+/** The choice and its reason; what the reason says of the same k by hand is not said twice. */
+export const words = (choice) => `k = ${choice.k}, ${who(choice)}: ${choice.reason.replace(/^k = \d+ was (?=set by hand)/, "")}`;
 
 const who = (choice) => (choice.probing ? "a probe" : choice.auto ? "the governor" : "by hand");
 

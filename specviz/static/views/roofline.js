@@ -1,11 +1,12 @@
 // Which resource is the limit? What each draft length would bring, and where the run stands under its roofs.
 
-import { el, legend, setText } from "../dom.js";
+import { button, el, legend, setText } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot, rings } from "../plots.js";
 import { roundsOf } from "../selection.js";
 import { colours } from "../theme.js";
+import { createHierarchy } from "./hierarchy.js";
 
 const HEIGHT = 270;
 const TRAIL = 40;
@@ -14,9 +15,9 @@ const MB = 1e6;
 export function createRoofline({ state, plotter, selection, wake }) {
   const panel = createPanel({
     id: "roofline",
-    title: "Amortization roofline",
+    title: "Roofline",
     question: "Which resource is the limit?",
-    table: () => ({
+    table: () => hierarchy.shown() ? hierarchy.table() : ({
       head: ["round", "k", "tokens", "time", "waited-for bytes", "tokens/s", "compute roof"],
       rows: (state.figures?.roofline.points ?? []).map((p) =>
         [p.round, p.k, p.tokens, duration(p.seconds * 1e9), bytes(p.sync_bytes), number(p.rate), number(p.compute_roof)]),
@@ -35,7 +36,8 @@ export function createRoofline({ state, plotter, selection, wake }) {
     onClick: ({ data, customdata }) => data.name === "rounds" && selection.choose({ kind: "round", round: customdata }),
   });
   const words = el("p", { class: "sv-formula" });
-  panel.body.append(el(
+  const hierarchy = createHierarchy({ state, plotter, wake, panel });
+  const amortization = el("div", {}, el(
     "div", { class: "sv-pair" },
     el("div", {}, curve.node, legend([
       ["sv-mark-measured", "measured, older ones fade"], ["sv-mark-predicted", "predicted Θ(k)"], ["sv-mark-chosen", "chosen k"],
@@ -45,6 +47,16 @@ export function createRoofline({ state, plotter, selection, wake }) {
       ["sv-mark-window", "last 20 rounds"],
     ])),
   ), words);
+  panel.body.append(amortization, hierarchy.root);
+  hierarchy.root.hidden = true;
+  const tabs = [["Amortization", amortization], ["Hierarchical", hierarchy.root]].map(([name, part]) =>
+    button(name, `Show the ${name.toLowerCase()} roofline`, () => {
+      for (const other of [amortization, hierarchy.root]) other.hidden = other !== part;
+      for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.textContent === name));
+      draw(state.figures);
+      wake();
+    }, part === amortization));
+  panel.toggle.before(...tabs);
 
   selection.subscribe(() => {
     curve.invalidate(true);
@@ -53,6 +65,7 @@ export function createRoofline({ state, plotter, selection, wake }) {
   });
 
   function draw({ roofline, governor }) {
+    if (hierarchy.shown()) return hierarchy.draw();
     panel.say(sentence(roofline.window));
     setText(words, formula(roofline, governor.latest));
     curve.invalidate();

@@ -5,7 +5,8 @@ const ROOFS = [
   [/^gpu arithmetic/, "experts", "solid"], [/^gpu memory/, "attention", "solid"], [/^cpu arithmetic/, "experts", "dot"],
   [/^cpu memory/, "attention", "dot"], [/^the (link|disk)/, "demand", "solid"],
 ];
-const DOTS = { draft: "draft", "verify attention": "attention", "verify attention, moved": "demand", projections: "plain", experts: "experts" };
+const DOTS = { draft: "draft", "verify attention": "attention", "verify attention, moved": "demand", projections: "plain", experts: "experts",
+  "shared weights": "attention", "experts with waiting": "demand" };
 
 /**
  * `report.roofs`: {roof, tflops, gbps}, one of the two null; `report.roofline`: {phase, where, intensity (FLOP a byte),
@@ -17,7 +18,8 @@ export function roofsFigure(report, looks) {
   const xs = points.map((point) => point.intensity);
   const low = Math.min(...xs, 1) / 3;
   const high = Math.max(...xs, 100) * 5;
-  const top = Math.max(...report.roofs.map((roof) => roof.tflops ?? 0));
+  // Where no arithmetic was measured, slopes end above the highest point.
+  const top = Math.max(...report.roofs.map((roof) => roof.tflops ?? 0)) || 10 * Math.max(...points.map((point) => point.measured));
   const lines = report.roofs.map(({ roof, tflops, gbps }) => line(roof, tflops, gbps, { low, high, top }, looks));
   const dots = points.map((point) => ({
     name: point.phase, type: "scatter", mode: "markers", x: [point.intensity], y: [point.measured ?? point.tflops],

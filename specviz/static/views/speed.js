@@ -1,10 +1,12 @@
 // Does it pay? Tokens a second, and where the time goes.
 
+import { baselineWords } from "../baselines.js";
 import { el, legend, setText } from "../dom.js";
-import { duration, number, percent } from "../format.js";
+import { bytes, duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot, knobMarks, rings } from "../plots.js";
 import { roundsOf } from "../selection.js";
+import { promptText } from "../scene.js";
 import { colours } from "../theme.js";
 
 const PARTS = [["draft", "draft"], ["verify", "verify"], ["stall", "stall"], ["other", "other"]];
@@ -20,9 +22,10 @@ export function createSpeed({ state, plotter, selection, wake }) {
       choose: ([round]) => selection.choose({ kind: "round", round }),
     }),
   });
+  let baseline = null;
   const plot = new Plot({
     label: "Tokens a second over time", height: 230, plotter,
-    figure: () => speedFigure(state.figures, panel.root, selection.current && roundsOf(selection.current, state.scene)),
+    figure: () => speedFigure(state.figures, panel.root, selection.current && roundsOf(selection.current, state.scene), baseline),
     onClick: ({ customdata }) => selection.choose({ kind: "round", round: customdata }),
   });
   selection.subscribe(() => {
@@ -37,23 +40,25 @@ export function createSpeed({ state, plotter, selection, wake }) {
     values[name] = el("b", { text: "–" });
     return el("span", { class: "sv-key" }, el("i", { class: `sv-swatch sv-time-${name}` }), label, values[name]);
   }));
-  panel.body.append(plot.node, legend([["sv-mark-rate", "last second"], ["sv-mark-mean", "whole run"], ["sv-lane-knob", "a knob took effect"]]), el("h4", { text: "Where the decoding time goes" }), bar, shares);
+  panel.body.append(plot.node, legend([["sv-mark-rate", "last second"], ["sv-mark-mean", "whole run"], ["sv-mark-link", "measured without a draft, where there is one"], ["sv-lane-knob", "a knob took effect"]]), el("h4", { text: "Where the decoding time goes" }), bar, shares);
 
-  function draw({ time, governor }) {
+  function draw({ time, governor, facts, acceptance }) {
     for (const [name] of PARTS) {
       const share = time.decode_ns ? time[`${name}_ns`] / time.decode_ns : 0;
       parts[name].style.flexGrow = String(Math.max(0, share));
       setText(values[name], time.decode_ns ? percent(share) : "–");
     }
     bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
-    panel.say(sentence(time) + verdict(time, governor.latest));
+    baseline = acceptance.drafted ? state.baselines.find(facts, promptText(state.scene)) : null;
+    panel.say(sentence(time) + (baseline && time.mean_rate
+      ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest)));
     plot.invalidate();
   }
 
   return { root: panel.root, draw, refreshTable: panel.refreshTable };
 }
 
-function speedFigure({ time, knobs }, node, rounds) {
+function speedFigure({ time, knobs }, node, rounds, baseline) {
   const looks = colours(node);
   const xs = time.series.map((p) => p.t / 1e9);
   const line = (name, key, style) => ({
@@ -62,8 +67,13 @@ function speedFigure({ time, knobs }, node, rounds) {
     hovertemplate: "%{x:.2f} s: %{y:.1f} tokens/s<extra></extra>",
   });
   const chosen = time.series.filter((p) => rounds?.has(p.round));
+  const ends = [0, xs.at(-1) ?? 1];
   return {
     data: [
+      ...(baseline ? [{
+        name: "baseline", type: "scatter", mode: "lines", x: ends, y: [baseline.rate, baseline.rate],
+        line: { color: looks.demand, width: 2 }, hovertemplate: "measured without a draft: %{y:.1f} tokens/s<extra></extra>",
+      }] : []),
       rings(looks, chosen.map((p) => p.t / 1e9), chosen.map((p) => p.rate), 12),
       line("last second", "rate", { color: looks.accepted, width: 2 }),
       line("whole run", "mean", { color: looks.muted, width: 2, dash: "dash" }),
@@ -81,7 +91,7 @@ function speedFigure({ time, knobs }, node, rounds) {
 function verdict(time, latest) {
   if (!time.decode_ns || !latest) return "";
   if (!latest.k) return " Nothing is drafted now (k = 0).";
-  return ` Predicted: ${number(latest.predicted_rate[latest.k])} tokens/s with k = ${latest.k}, ${number(latest.predicted_rate[0])} without a draft (k = 0).`;
+  return ` Predicted, not measured: ${number(latest.predicted_rate[latest.k])} tokens/s with k = ${latest.k}, ${number(latest.predicted_rate[0])} without a draft (k = 0).`;
 }
 
 function sentence(time) {
