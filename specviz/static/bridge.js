@@ -3,6 +3,8 @@
  * websocket is closed, and the buttons below the controls.
  */
 
+import * as controls from "./controls.js";
+
 const base = new URL("../", import.meta.url);
 let current = null; // {run, token} of this page's last run
 let opened = null; // the text of a recording that somebody opened
@@ -61,7 +63,7 @@ function receive(text) {
     current = { run: message.run, token: message.token };
     next = 1;
     remember(current);
-    window.specviz?.attach({ ...current, rejoined: Boolean(message.key) });
+    window.specviz?.attach({ ...current, rejoined: Boolean(message.key), compare: message.compare });
   } else if (message.op === "feed") {
     const run = current;
     filling = filling.then(() => feed(run, message.batch));
@@ -144,4 +146,4 @@ if (watching) {
   window.specviz?.watch(watching);
 }
 
-window.specvizBridge = { receive, download, picture, open, share, clicked: () => window.specviz?.clicked?.() };
+window.specvizBridge = { receive, download, picture, open, share, ...controls };

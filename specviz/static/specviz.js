@@ -18,7 +18,7 @@ import { Transport } from "./transport.js";
 
 const BASE = import.meta.url;
 const RECORDING = new URL("../recording.ndjson", BASE).href;
-const STYLES = ["specviz.css", "frame.css", "header.css", "tokens.css", "panels.css", "whatif.css"];
+const STYLES = ["specviz.css", "frame.css", "header.css", "tokens.css", "panels.css", "compare.css", "whatif.css", "tour.css"];
 
 class SpecViz {
   #stage = new Stage();
@@ -42,12 +42,13 @@ class SpecViz {
     this.#clicked = performance.now();
   }
 
-  attach({ run, token, rejoined = false }) {
+  attach({ run, token, rejoined = false, compare = null }) {
     if (this.state.run === run && this.#transport) return;
     // A run that goes on after a reload began before this page knows when.
     const began = rejoined ? null : (this.#clicked ?? performance.now());
     this.#clicked = null;
     this.#connect({ run, token }, { mode: "live", run, began });
+    this.#stage.compare.begin(compare);
   }
 
   /** See the runs of a room, one after the other. */
@@ -149,6 +150,7 @@ class SpecViz {
       events: (list) => stage.add(list),
       restart: () => stage.reset(),
     });
+    stage.compare.begin(null);
     this.#show({ mode: "recording", label: label || machine?.cpu || "", replay });
     // People who asked for less motion get the finished run, and a button.
     if (autoplay && !window.matchMedia("(prefers-reduced-motion: reduce)").matches) replay.play();

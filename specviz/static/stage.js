@@ -1,15 +1,18 @@
 // The page: one state, all panels, one drawing loop. Events are reduced when they come, whether or not the
 // page can be seen; pictures are only drawn on animation frames.
 
+import { Baselines } from "./baselines.js";
 import { el, setText } from "./dom.js";
 import { number, percent, plural } from "./format.js";
+import { Phases } from "./phases.js";
 import { Plotter } from "./plots.js";
 import { Metrics } from "./reducer.js";
-import { Scene } from "./scene.js";
+import { Scene, promptText } from "./scene.js";
 import { Selection } from "./selection.js";
 import { onThemeChange } from "./theme.js";
 import { createAcceptance } from "./views/acceptance.js";
 import { createChosen } from "./views/chosen.js";
+import { createCompare } from "./views/compare.js";
 import { createExperts } from "./views/experts.js";
 import { createGovernor } from "./views/governor.js";
 import { createHeader, phaseText } from "./views/header.js";
@@ -18,6 +21,7 @@ import { createRoofline } from "./views/roofline.js";
 import { createSpeed } from "./views/speed.js";
 import { createStrip } from "./views/strip.js";
 import { createTimeline } from "./views/timeline.js";
+import { createTour } from "./views/tour.js";
 import { createWhatIf } from "./views/whatif.js";
 
 /** Texts and figures change at most this often, in ms; faster could not be read. */
@@ -28,7 +32,7 @@ const CLOCK_EVERY = 100;
 export class Stage {
   state = {
     mode: "idle", label: "", message: null, run: null, began: null, ended: null,
-    metrics: new Metrics(), scene: new Scene(), figures: null, replay: null, acks: {},
+    metrics: new Metrics(), scene: new Scene(), figures: null, replay: null, acks: {}, baselines: new Baselines(), phases: new Phases(),
     get seq() {
       return this.metrics.seq;
     },
@@ -41,7 +45,7 @@ export class Stage {
 
   constructor() {
     const { state } = this;
-    const wake = () => this.wake();
+    const wake = (changed) => this.wake(changed === true);
     this.plotter = new Plotter(wake);
     const selection = (this.selection = new Selection());
     const context = { state, wake, plotter: this.plotter, selection };
@@ -49,14 +53,24 @@ export class Stage {
     const header = createHeader();
     const player = createPlayer({ player: () => state.replay, wake });
     header.tools.append(player.root);
+    this.compare = createCompare(context);
+    this.whatif = createWhatIf(context);
     this.views = [
       header, createStrip(context), createTimeline(context), createExperts(context), createAcceptance(context),
       createRoofline(context), createSpeed(context), createGovernor(context),
-      createWhatIf(context), player,
+      this.compare, this.whatif, player,
     ];
     this.live = el("p", { class: "sv-live", role: "status", "aria-live": "polite" });
     const panels = this.views.slice(1, -1).map((view) => view.root);
     this.root = el("div", { class: "sv" }, header.root, el("div", { class: "sv-grid" }, ...panels), this.chosen.root, this.live);
+    const tour = createTour({
+      root: this.root,
+      apply: (settings) => window.specvizBridge?.apply(settings),
+      ask: (settings) => this.whatif.set(settings),
+      run: () => document.querySelector("#sv-generate")?.click(),
+    });
+    header.tools.append(tour.start);
+    header.root.after(tour.root);
     onThemeChange(() => {
       this.plotter.invalidate(true);
       this.wake();
@@ -73,7 +87,7 @@ export class Stage {
 
   /** Forget the run shown, e.g. because another one starts. */
   reset() {
-    Object.assign(this.state, { metrics: new Metrics(), scene: new Scene(), message: null, ended: null });
+    Object.assign(this.state, { metrics: new Metrics(), scene: new Scene(), phases: new Phases(), message: null, ended: null });
     this.selection.clear();
     this.#runs++;
     for (const view of this.views) view.reset?.();
@@ -83,8 +97,14 @@ export class Stage {
 
   /** Take events, in order. */
   add(events) {
-    const { metrics, scene } = this.state;
-    for (const event of events) if (metrics.add(event)) scene.add(event);
+    const { metrics, scene, phases, mode, baselines } = this.state;
+    for (const event of events) {
+      if (!metrics.add(event)) continue;
+      scene.add(event);
+      phases.add(event);
+      this.compare.add(event);
+      if (event.kind === "run_end" && mode !== "recording") baselines.note(metrics.toJSON(), promptText(scene));
+    }
     this.wake(true);
   }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +14,11 @@ from engine.serve.session import Session
 from specviz.assets import PlotlyScript
 from specviz.server import create_routes
 from specviz.ui import handlers
+from specviz.ui.compare import create_compare
 from specviz.ui.controls import Controls, KnobControl, create_controls, create_prompt
+from specviz.ui.events import QUIET, bind_more_runs, bind_settings, named, run_event
 from specviz.ui.panels import create_host, head
+from specviz.ui.presets import create_presets
 from specviz.ui.theme import create_theme
 
 TITLE = "SpecViz"
@@ -46,13 +50,11 @@ RECEIVE = """async (message) => {
 STORED = """() => {
     try { return sessionStorage.getItem("specviz") ?? ""; } catch { return ""; }
 }"""
-#: Live events must neither cover the page with a progress overlay nor wait in a queue behind a run.
-QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 QUEUE_SIZE = 64
 
 
-def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
-    """The whole page for one engine session; `model` is what its runs load."""
+def build(session: Session, model: str = str(EMBEDDED_MODEL), draft_model: str | None = None) -> gr.Blocks:
+    """The whole page for one engine session: `model` is what its runs load; `draft_model`, a small one, may draft."""
     with gr.Blocks(title=TITLE, fill_width=True, analytics_enabled=False) as demo:
         run_ref = gr.State(None)
         key = gr.State("")
@@ -66,16 +68,22 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL)) -> gr.Blocks:
                     go = gr.Button("Generate", variant="primary", min_width=120, elem_id="sv-generate")
                     halt = gr.Button("Stop", variant="stop", min_width=80, elem_id="sv-stop")
                     share = gr.Button("Let others watch", min_width=100, elem_id="sv-share")
-                    share.click(None, js="() => window.specvizBridge?.share()", **_named("share"))
-                controls = create_controls(model, prompt)
+                    share.click(None, js="() => window.specvizBridge?.share()", **named("share"))
+                presets = create_presets()
+                plain = gr.Button("Measure the baseline (k = 0)", size="sm", elem_id="sv-baseline")
+                controls = create_controls(model, prompt, draft_model)
+                versus = create_compare(model, controls)
+                link = gr.Button("Link to these settings", size="sm", elem_id="sv-link-button")
                 _create_downloads()
             with gr.Column(scale=4, min_width=320, elem_id="sv-panels"):
                 create_host()
         _bind_run(session, controls, go, halt, wire, run_ref, key)
+        bind_more_runs(session, controls, plain, versus, [wire, run_ref], key)
         for control in controls.knobs.values():
             if control.knob.live:
                 _bind_knob(session, control, run_ref)
-        demo.load(None, js=FOLD_ON_PHONES, **_named("fold"))
+        bind_settings(demo, controls, presets, link)
+        demo.load(None, js=FOLD_ON_PHONES, **named("fold"))
         _bind_reload(session, demo, wire, run_ref, key)
     # The session keeps the line of runs and says when it is full; this bound only guards the server's memory.
     return demo.queue(max_size=QUEUE_SIZE)
@@ -90,11 +98,7 @@ def _create_downloads() -> None:
         with gr.Row():
             for name, (label, action) in EXPORTS.items():
                 button = gr.Button(label, size="sm", min_width=120, elem_id=f"sv-download-{name}")
-                button.click(None, js=f"() => window.specvizBridge?.{action}", **_named(f"download_{name}"))
-
-
-def _named(name: str) -> dict[str, Any]:
-    return {**QUIET, "api_name": name.split(".")[0]}
+                button.click(None, js=f"() => window.specvizBridge?.{action}", **named(f"download_{name}"))
 
 
 def _bind_run(
@@ -109,12 +113,9 @@ def _bind_run(
     def stop(ref: handlers.RunRef) -> None:
         handlers.stop(session, ref)
 
-    go.click(
-        generate, [*controls.components, key], [wire, run_ref], api_name="generate", show_progress="hidden",
-        trigger_mode="once", concurrency_id="engine", concurrency_limit=session.max_waiting + 2,
-        js="(...values) => { window.specvizBridge?.clicked(); return values; }",
-    )  # fmt: skip
-    wire.change(None, wire, js=RECEIVE, **_named("receive"))
+    inputs = [*controls.components, key]
+    go.click(generate, inputs, [wire, run_ref], api_name="generate", **run_event(session, inputs))
+    wire.change(None, wire, js=RECEIVE, **named("receive"))
     halt.click(stop, run_ref, api_name="stop", trigger_mode="multiple", **QUIET)
 
 
@@ -145,12 +146,18 @@ def _bind_knob(session: Session, control: KnobControl, run_ref: gr.State) -> Non
         moved(ref, "auto" if on else setting)
 
     always_last: dict[str, Any] = {"trigger_mode": "always_last", **QUIET}
+    number = f"window.specvizBridge?.number({knob.name!r}, value, {json.dumps(value.value)}) ?? value"
     if auto is not None:
-        value.input(fixed, [run_ref, value], auto, api_name=f"set_{knob.name}", **always_last)
-        auto.input(switched, [run_ref, auto, value], api_name=f"set_{knob.name}_auto", **always_last)
+        js = f"(ref, value) => [ref, {number}]"
+        value.input(fixed, [run_ref, value], auto, js=js, api_name=f"set_{knob.name}", **always_last)
+        js = f"(ref, auto, value) => [ref, auto, {number}]"
+        auto.input(switched, [run_ref, auto, value], js=js, api_name=f"set_{knob.name}_auto", **always_last)
     elif isinstance(value, gr.Number):
         # Not .input: halfway through typing 0.05 stands 0, which is out of range.
         gr.on([value.submit, value.blur], moved, [run_ref, value], api_name=f"set_{knob.name}", **always_last)
+    elif isinstance(value, gr.Slider):
+        js = f"(ref, value) => [ref, {number}]"
+        value.input(moved, [run_ref, value], js=js, api_name=f"set_{knob.name}", **always_last)
     else:
         value.input(moved, [run_ref, value], api_name=f"set_{knob.name}", **always_last)
 

@@ -44,7 +44,7 @@ class App:
             time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def app(tmp_path_factory) -> Iterator[App]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

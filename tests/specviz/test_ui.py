@@ -48,14 +48,15 @@ def test_live_events_neither_wait_in_a_queue_nor_cover_the_page(demo):
     for name, fn in functions.items():
         if name.startswith("set_"):
             assert fn.trigger_mode == "always_last"
-    assert functions["generate"].queue is not False and functions["generate"].show_progress == "hidden"
-    assert functions["generate"].trigger_mode == "once"
+    for name in ("generate", "baseline", "compare"):
+        assert functions[name].queue is not False and functions[name].show_progress == "hidden"
+        assert functions[name].trigger_mode == "once"
 
 
 def test_nothing_shares_the_run_s_concurrency_group_and_the_session_says_when_it_is_full(demo, session):
     groups = {fn.api_name: (fn.concurrency_id, fn.concurrency_limit) for fn in demo.fns.values()}
-    assert [name for name, (group, _) in groups.items() if group == "engine"] == ["generate"]
-    assert groups["generate"][1] > session.max_waiting + 1
+    assert [name for name, (group, _) in groups.items() if group == "engine"] == ["generate", "baseline", "compare"]
+    assert all(limit > session.max_waiting + 1 for group, limit in groups.values() if group == "engine")
 
 
 def test_every_event_has_a_name_of_its_own_and_only_generate_is_offered(demo):

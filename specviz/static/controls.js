@@ -1,0 +1,44 @@
+// What Gradio's own events ask of the page's controls: values that are missing, and settings that come from elsewhere.
+
+import { fromAddress, merge, permalink, read } from "./settings.js";
+
+const numbers = new Map();
+
+/** A knob's number; a box that was emptied, as by someone about to type another one, stands for the last it had. */
+export function number(name, value, first) {
+  if (typeof value === "number") numbers.set(name, value);
+  return numbers.get(name) ?? first;
+}
+
+/** The values of a run's inputs, with `first` where a box is empty. */
+export function clicked(values, first) {
+  window.specviz?.clicked?.();
+  return values.map((value, i) => value ?? first[i]);
+}
+
+let wanted = {};
+
+/** Set controls; live knobs reach a run that is on. Gradio's own button carries it, so that its values change. */
+export function apply(settings) {
+  wanted = settings;
+  document.querySelector("#sv-apply")?.click();
+}
+
+/** The controls' values with the settings that wait to be applied. */
+export function applied(values, schema) {
+  const running = window.specviz?.state?.metrics.run.status === "running";
+  for (const entry of running ? schema : []) {
+    if (entry.live && Object.hasOwn(wanted, entry.name)) window.specviz.set(entry.name, wanted[entry.name]);
+  }
+  return merge(values, wanted, schema);
+}
+
+/** Puts a link with all settings into the address bar and, where the browser lets us, on the clipboard. */
+export function link(values, schema) {
+  const address = permalink(location.href, read(values, schema));
+  history.replaceState(history.state, "", address);
+  navigator.clipboard?.writeText(address).catch(() => {});
+}
+
+/** The controls' values with the settings of the page's own address. Nothing is run. */
+export const opened = (values, schema) => merge(values, fromAddress(location.href, schema), schema);
