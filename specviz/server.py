@@ -65,6 +65,7 @@ class Exports:
         headers = {
             "content-disposition": f'attachment; filename="specviz-{hub.id}-{params["name"]}"',
             "cache-control": "no-store",
+            "x-content-type-options": "nosniff",  # a model may write anything, a page of HTML too
         }
         return Response(body, media_type=media_type, headers=headers)
 

@@ -260,6 +260,7 @@ def test_exports_need_the_token_and_hold_the_run(client, session):
     response = client.get(f"{base}/events.ndjson")
     lines = response.text.splitlines()
     assert lines == run.hub.lines() and "attachment" in response.headers["content-disposition"]
+    assert response.headers["x-content-type-options"] == "nosniff"
     assert client.get(f"{base}/events.ndjson?from=4").text.splitlines() == lines[3:]
     assert client.get(f"{base}/events.ndjson?from=x").text.splitlines() == lines
     trace = client.get(f"{base}/trace.json").json()
