@@ -14,7 +14,8 @@ const WORDS = {
 
 /** The box beside the text; `show(token)` fills it, `show(null)` says what it is for. */
 export function createDetail() {
-  const root = el("aside", { class: "sv-detail", "aria-label": "The token looked at" });
+  // It scrolls where it is low, so keys must reach it.
+  const root = el("aside", { class: "sv-detail", tabindex: "0", "aria-label": "The token looked at" });
 
   function show(token) {
     if (!token) {

@@ -24,7 +24,7 @@ export function createIteration(wake) {
   let policy = null;
   let stale = true;
   let looks = null;
-  const picture = canvas({ role: "img", tabindex: "0" }, TOP + 3 * LANE + BOTTOM, () => redraw());
+  const picture = canvas({ role: "img", tabindex: "0", "aria-label": "One iteration, lane by lane" }, TOP + 3 * LANE + BOTTOM, () => redraw());
   const tip = tooltip(picture.box);
   const root = el("div", {}, picture.box, legend([
     ["sv-lane-draft", "draft"], ["sv-lane-attention", "attention and shared weights"], ["sv-lane-experts", "experts"],
