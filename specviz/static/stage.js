@@ -78,8 +78,10 @@ export class Stage {
     // Whoever looks closer does not want the recording to begin again under their hands.
     this.root.addEventListener("pointerdown", () => state.replay && (state.replay.loop = false));
     document.addEventListener("visibilitychange", () => {
-      // Frames stopped while the page was hidden; the state did not.
-      if (!document.hidden) this.refresh();
+      // Frames stopped while the page was hidden, and one that was asked for may never come; the state went on.
+      if (document.hidden) return;
+      this.#scheduled = false;
+      this.refresh();
     });
     setInterval(() => this.#running() && this.wake(true), CLOCK_EVERY);
     this.wake();
