@@ -23,7 +23,7 @@ class SlowLoader(FakeLoader):
         self.allowed = threading.Event()
 
     def __call__(self, config, progress, cancelled):
-        progress("experts", 40_000_000, 100_000_000)
+        progress("experts", 40 << 20, 100 << 20)
         self.allowed.wait(30)
         return super().__call__(config, progress, cancelled)
 
@@ -60,7 +60,7 @@ def phase(page, text: str) -> None:
 
 def test_loading_tells_its_bytes_then_the_run_its_end(page, loader):
     page.click("#sv-generate")
-    phase(page, "loading experts 40 % of 100 MB")
+    phase(page, "loading experts 40 % of 100 MiB")
     assert page.is_visible(".sv-progress") and page.evaluate("document.querySelector('.sv-progress').value") == 0.4
     loader.allowed.set()
     phase(page, "decoding")
@@ -78,10 +78,13 @@ def test_a_queue_tells_the_place_and_a_full_one_says_so(page, loader, session):
     phase(page, "decoding")
     page.click("#sv-stop")
     phase(page, "stopped")
-    loader.allowed.clear()
+    assert session.wait_idle(10)
     session.start(RunSettings(("a",), generation=GenerationConfig(max_new_tokens=4000)))
-    while session.health()["waiting"] < 2:
+    while session.health()["engine"] != "running":
+        page.wait_for_timeout(20)
+    for _ in range(2):
         session.start(RunSettings(("b",)))
+    page.wait_for_timeout(1500)  # the button takes no click before Gradio has heard that the last run is over
     page.click("#sv-generate")
     page.get_by_text("2 runs are waiting already: try again in a minute").first.wait_for()
 
@@ -93,6 +96,7 @@ def test_a_failure_says_what_to_do_and_the_next_run_works(page, loader):
     phase(page, "failed")
     assert page.inner_text(".sv-notice") == str(loader.error)
     loader.error = None
+    page.wait_for_timeout(1500)  # as above
     page.click("#sv-generate")
     phase(page, "decoding")
     page.click("#sv-stop")
