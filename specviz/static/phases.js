@@ -20,7 +20,7 @@ export class Phases {
     else if (!this.#sizes) return;
     else if (event.kind === "compute" && event.lane !== "prefill") this.#compute(event);
     else if (event.kind === "cache") this.#of(event.round).experts.bytes += (event.hits + event.late + event.misses) * this.#sizes.expert;
-    else if (event.kind === "roofline") Object.assign(this.#of(event.round), { moved: event.moved_bytes, over: true });
+    else if (event.kind === "roofline") Object.assign(this.#of(event.round), { moved: event.moved_bytes, ns: event.seconds * 1e9, over: true });
     else if (event.kind === "stall") this.#of(event.round).stall += event.end - event.start;
   }
 
@@ -43,7 +43,7 @@ export class Phases {
 
   #of(round) {
     if (!this.#rounds.has(round)) {
-      this.#rounds.set(round, { draft: sums(), attention: sums(), experts: sums(), moved: 0, stall: 0, over: false });
+      this.#rounds.set(round, { draft: sums(), attention: sums(), experts: sums(), moved: 0, stall: 0, ns: 0, over: false });
       if (this.#rounds.size > ROUNDS + 2) this.#rounds.delete(this.#rounds.keys().next().value);
     }
     return this.#rounds.get(round);
@@ -90,7 +90,8 @@ export class Phases {
       place(phase, flops, amount, sum(name, "ns") - (name === "experts" ? stall : 0), own(flops, amount));
     }
     const flops = sum("experts", "flops");
-    place("experts with waiting", flops, moved, sum("experts", "ns"), [["arithmetic", tflops], ["the link", (link * flops) / moved / 1e3]]);
+    // The link may work in all of the round, so all of it counts.
+    place("experts, whole round", flops, moved, rounds.reduce((total, round) => total + round.ns, 0), [["arithmetic", tflops], ["the link", (link * flops) / moved / 1e3]]);
     const roofs = [
       { roof: `${where} arithmetic`, tflops, gbps: null },
       { roof: `${where} memory (${bytes(read)} read)`, tflops: null, gbps: memory },

@@ -26,6 +26,8 @@ def test_no_serious_violation(open_page, theme, width):
     assert serious(Axe().run(page, context=".sv")) == []
     for toggle in page.locator(".sv-panel button", has_text="Table").all():
         toggle.click()
+    page.get_by_role("button", name="Hierarchical").click()
+    page.get_by_role("button", name="Tour").click()
     page.wait_for_function("document.querySelectorAll('.sv-table table').length > 4")
     assert serious(Axe().run(page, context=".sv")) == []
 

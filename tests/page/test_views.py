@@ -236,9 +236,9 @@ def test_the_roofline_has_a_second_tab_for_phases(open_page):
     panel.get_by_role("button", name="Hierarchical").click()
     page.wait_for_function(
         "[...document.querySelectorAll('.sv-panel-roofline .js-plotly-plot')].some((plot) => "
-        "plot.data.some((trace) => trace.name === 'experts with waiting'))"
+        "plot.data.some((trace) => trace.name === 'experts, whole round'))"
     )
     assert panel.get_by_role("button", name="Amortization").get_attribute("aria-pressed") == "false"
     panel.get_by_role("button", name="Table").click()
     phases = panel.locator("tbody tr td:first-child").all_inner_texts()
-    assert phases == ["draft", "shared weights", "experts", "experts with waiting"]
+    assert phases == ["draft", "shared weights", "experts", "experts, whole round"]

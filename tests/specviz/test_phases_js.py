@@ -35,7 +35,7 @@ def one_round(number: int) -> list[dict]:
         {**base, "op": "experts", "layer": 1, "start": 2600, "end": 3600},
         {**base, "op": "head", "layer": -1, "start": 3600, "end": 4000},
         {"kind": "cache", "round": number, "hits": 3, "late": 1, "misses": 2},
-        {"kind": "roofline", "round": number, "moved_bytes": 1200},
+        {"kind": "roofline", "round": number, "moved_bytes": 1200, "seconds": 5e-6},
     ]
 
 
@@ -62,7 +62,7 @@ def test_each_phase_by_hand():
         "draft": (draft_flops / draft_bytes, draft_flops / 1000),
         "shared weights": (shared_flops / 1000, shared_flops / (300 + 300 + 400)),
         "experts": (expert_flops / expert_bytes, expert_flops / (2000 - 500)),
-        "experts with waiting": (expert_flops / 1200, expert_flops / 2000),
+        "experts, whole round": (expert_flops / 1200, expert_flops / 5000),
     }
     for phase, (intensity, gflops) in expected.items():
         assert points[phase]["intensity"] == pytest.approx(intensity), phase
@@ -70,8 +70,8 @@ def test_each_phase_by_hand():
     # Roofs: 1 GFLOP/s of arithmetic, 2 GB/s of memory, 0.5 GB/s of link.
     assert points["experts"]["binds"] == "arithmetic" and points["experts"]["tflops"] == 0.001
     assert points["draft"]["binds"] == "arithmetic"
-    assert points["experts with waiting"]["binds"] == "the link"
-    assert points["experts with waiting"]["tflops"] == pytest.approx(0.5e9 * expert_flops / 1200 / 1e12)
+    assert points["experts, whole round"]["binds"] == "the link"
+    assert points["experts, whole round"]["tflops"] == pytest.approx(0.5e9 * expert_flops / 1200 / 1e12)
 
 
 def test_only_the_last_twenty_whole_rounds_count():

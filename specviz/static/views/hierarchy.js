@@ -14,7 +14,7 @@ export function createHierarchy({ state, plotter, wake, panel }) {
     figure: () => roofsFigure(report, colours(panel.root)),
   });
   const key = el("div", {});
-  const root = el("div", {}, plot.node, key, el("p", { class: "sv-formula", text: "The last 20 rounds. FLOP = 2 × rows × weights; bytes = weights read from memory, or experts moved over the link (with waiting). Roofs of arithmetic and memory were measured as the engine started." }));
+  const root = el("div", {}, plot.node, key, el("p", { class: "sv-formula", text: "The last 20 rounds. FLOP = 2 × rows × weights; bytes = weights read from memory, or, for the whole round, experts moved over the link. Roofs of arithmetic and memory were measured as the engine started." }));
 
   function draw() {
     report = state.phases.report();

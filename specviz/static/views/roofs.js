@@ -6,7 +6,7 @@ const ROOFS = [
   [/^cpu memory/, "attention", "dot"], [/^the (link|disk)/, "demand", "solid"],
 ];
 const DOTS = { draft: "draft", "verify attention": "attention", "verify attention, moved": "demand", projections: "plain", experts: "experts",
-  "shared weights": "attention", "experts with waiting": "demand" };
+  "shared weights": "attention", "experts, whole round": "demand" };
 
 /**
  * `report.roofs`: {roof, tflops, gbps}, one of the two null; `report.roofline`: {phase, where, intensity (FLOP a byte),
