@@ -33,7 +33,7 @@ from engine.speculation.batch import Sequence
 from engine.speculation.drafters import Draft, Drafter, DraftRun, NoDrafter, create_drafter, sparse_experts
 from engine.speculation.outcome import RoundView, outcome
 from engine.speculation.prefetcher import Prefetcher
-from engine.speculation.sampling import Verdict, displayed, distribution, match, verify
+from engine.speculation.sampling import Verdict, distribution, match, verify
 from engine.speculation.seam import flaw, padded
 
 # Rows of a prefill pass: bounds the activations of a long prompt.
@@ -252,8 +252,7 @@ class Engine:
         """Emit the tokens, move the KV lengths, and let finished sequences leave the batch."""
         recorder, loaded = run.recorder, self.loaded
         self.passes.accepted((verdict.accepted + 1).tolist())
-        shown = displayed(logits, run.params)
-        view = RoundView(draft, verdict, shown, self.passes.routes, loaded.eos_ids, loaded.tokenizer)
+        view = RoundView(draft, verdict, logits, run.params, self.passes.routes, loaded.eos_ids, loaded.tokenizer)
         outcomes = [outcome(view, number, sequence) for number, sequence in enumerate(run.batch.sequences)]
         stall_ns, now = recorder.round_stall_ns(), recorder.now()
         rounds = [

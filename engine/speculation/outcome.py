@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.events import Rejected, Token
 from engine.speculation.batch import Sequence
 from engine.speculation.drafters import Draft
-from engine.speculation.sampling import Verdict
+from engine.speculation.sampling import SamplingParams, Verdict, displayed
 
 # How many of the target's likeliest tokens an event shows.
 ALTERNATIVES = 3
@@ -21,16 +21,23 @@ ALTERNATIVES = 3
 class RoundView:
     """A finished round of one batch, as `outcome` reads it.
 
-    `shown` (batch, k+1, vocab): the target's probabilities as a person sees them; `routes[layer][row]`:
-    experts of each real row, sequence after sequence.
+    `logits` (batch, k+1, vocab) are the target's; `routes[layer][row]`: experts of each real row, sequence after
+    sequence.
     """
 
     draft: Draft
     verdict: Verdict
-    shown: torch.Tensor
+    logits: torch.Tensor
+    params: SamplingParams
     routes: dict[int, list[list[int]]]
     eos_ids: frozenset[int]
     tokenizer: PreTrainedTokenizerBase
+
+    def shown(self, sequence: int, position: int) -> torch.Tensor:
+        """(vocab,) the target's probabilities as a person sees them: row by row, because a large batch has megabytes
+        of them and most rows that were rejected are never looked at.
+        """
+        return displayed(self.logits[sequence, position], self.params)
 
     def experts(self, sequence: int, position: int) -> list[list[int]]:
         """The experts of one row, per MoE layer."""
@@ -84,7 +91,7 @@ def _state(position: int, accepted: int, drafted: int) -> str:
 
 
 def _token(view: RoundView, number: int, position: int, token_id: int, text: str, state: str) -> Token:
-    shown = view.shown[number, position]
+    shown = view.shown(number, position)
     top = shown.topk(min(ALTERNATIVES, shown.shape[-1]))
     decode = view.tokenizer.decode
     drafted = position < int(view.draft.lengths[number])
@@ -109,6 +116,6 @@ def _rejected(view: RoundView, number: int, position: int, accepted: int) -> Rej
         str(view.tokenizer.decode([token_id])),
         position,
         reached,
-        float(view.shown[number, position, token_id]) if reached else None,
+        float(view.shown(number, position)[token_id]) if reached else None,
         float(view.draft.confidence[number, position]),
     )
