@@ -1,0 +1,1 @@
+"""`python -m engine tune`: measure the machine, predict every setting through the simulator, play the best for real."""

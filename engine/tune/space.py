@@ -1,0 +1,110 @@
+"""Which settings are possible, and which of them are worth measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.config import BATCH_LIMIT, K_LIMIT, draft_model_id
+from engine.errors import UsageError
+from engine.tune.memory import MemoryLimit
+from engine.tune.setting import SOURCES, Setting
+
+#: Drafts of the target itself that are tried, the most faithful first; "none" is always tried.
+DRAFTS = ("self-int8", "self-int4", "sparse", "sparse-1")
+BATCHES = (1, 2, 4, 8, 16)
+#: Draft lengths that are measured; those between and beyond them follow from curves.
+PROBED_K = (2, 8)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user decided; None leaves it to the search."""
+
+    draft: str | None = None
+    k: int | None = None
+    batch: int | None = None
+    prefetch: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft == "none" and self.k:
+            raise UsageError(f"k = {self.k} needs a draft: leave out --draft none, or --k {self.k}")
+        if self.prefetch == "draft" and (self.draft == "none" or self.k == 0):
+            raise UsageError("prefetch draft needs a draft: leave out --prefetch draft, or what forbids one")
+        if self.prefetch == "draft" and self.draft is not None and not _routes(self.draft):
+            raise UsageError(f"draft {self.draft} does not tell which experts to fetch: leave out --prefetch draft")
+        if self.prefetch is not None and self.prefetch not in SOURCES:
+            raise UsageError(f"tune cannot fix prefetch {self.prefetch!r}: use one of {', '.join(SOURCES)}, or auto")
+        if self.k is not None and not 0 <= self.k <= K_LIMIT:
+            raise UsageError(f"k {self.k} is out of range: use 0 to {K_LIMIT}, or auto")
+        if self.batch is not None and not 1 <= self.batch <= BATCH_LIMIT:
+            raise UsageError(f"batch {self.batch} is out of range: use 1 to {BATCH_LIMIT}, or auto")
+
+    @property
+    def drafts(self) -> list[str]:
+        """Those that are allowed."""
+        if self.draft is not None:
+            return [self.draft]
+        if self.k == 0:
+            return ["none"]
+        return [*DRAFTS] if self.k or self.prefetch == "draft" else [*DRAFTS, "none"]
+
+    @property
+    def batches(self) -> list[int]:
+        """Those that are allowed."""
+        return [self.batch] if self.batch is not None else list(BATCHES)
+
+    def sources(self, draft: str, batch: int, k: int) -> list[str]:
+        """Who may foresee: the draft's routes where one sequence waits for few experts; a stream for many."""
+        possible = ["none", "stream"] if batch > 1 else ["none", "draft"]
+        if self.prefetch is not None:
+            possible = [self.prefetch]
+        return [source for source in possible if source != "draft" or (k and _routes(draft))]
+
+    def lengths(self, draft: str) -> list[int]:
+        """Draft lengths that are allowed."""
+        if self.k is not None:
+            return [self.k]
+        return [0] if draft == "none" else list(range(1, K_LIMIT + 1))
+
+
+def _routes(draft: str) -> bool:
+    """Whether it routes through the target's own layers."""
+    return draft not in ("none", "ngram") and draft_model_id(draft) is None
+
+
+def settings(fixed: Fixed, memory: MemoryLimit) -> Iterator[Setting]:
+    """Every setting that the user and the memory allow. Raises BudgetError when there is none."""
+    found = False
+    for draft in fixed.drafts:
+        for batch in fixed.batches:
+            if not memory.fits(draft, batch):
+                continue
+            for k in fixed.lengths(draft):
+                for source in fixed.sources(draft, batch, k):
+                    found = True
+                    yield Setting(draft, k, batch, source, memory.slots(draft, batch))
+    if not found:
+        raise memory.refusal(fixed.drafts, fixed.batches)
+
+
+def probes(fixed: Fixed, memory: MemoryLimit) -> list[Setting]:
+    """The settings to measure, draft by draft: enough for a curve over whatever is not fixed."""
+    allowed = list(settings(fixed, memory))
+    chosen: list[Setting] = []
+    for draft in dict.fromkeys(setting.draft for setting in allowed):
+        batches = sorted({setting.batch for setting in allowed if setting.draft == draft})
+        ends = {batches[0], *(b for b in batches if b == 4), batches[-1]}
+        for setting in allowed:
+            if setting.draft != draft or setting.batch not in ends:
+                continue
+            if setting.prefetch == "none" and draft != "none" and setting.batch > 1 and fixed.prefetch is None:
+                continue
+            if fixed.k is None and setting.k and setting.k not in _lengths(setting.batch):
+                continue
+            chosen.append(setting)
+    return chosen
+
+
+def _lengths(batch: int) -> tuple[int, ...]:
+    return PROBED_K if batch != 4 else PROBED_K[:1]

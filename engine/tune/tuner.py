@@ -1,0 +1,133 @@
+"""Profile, search, play: the whole of `tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.bench.contenders import pinned_link
+from engine.bench.roof import Roof, give_memory_back, stream_bytes
+from engine.config import K_LIMIT, CacheBudget, EngineConfig, LinkConfig
+from engine.engine import Engine
+from engine.kernels.native import Native, native
+from engine.report import link_info, machine_info, model_info
+from engine.tune.memory import MemoryLimit
+from engine.tune.prediction import Prediction, Predictor, Shape
+from engine.tune.probe import Probe, run_probe
+from engine.tune.search import finalists, search
+from engine.tune.setting import Setting
+from engine.tune.space import Fixed, probes, settings
+
+Say = Callable[[str], None]
+
+#: How many of the best predicted settings are played, and rounds of a profiling run and of a played one at most.
+FINALISTS, PROBE_ROUNDS, PLAYED_ROUNDS = 3, 10, 24
+#: Tokens of a sequence in a measurement: prompt (up to 16) and new ones.
+PROMPT_TOKENS, NEW_TOKENS = 16, 96
+#: Of the seconds that are allowed, the share for profiling; loading models takes about half of it.
+PROFILING = 0.75
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all measurements share."""
+
+    config: EngineConfig
+    memory: MemoryLimit
+    shape: Shape
+    about: dict[str, Any]
+    memory_gbps: float
+
+
+def open_ground(config: EngineConfig, budget: CacheBudget, tokens: int = PROMPT_TOKENS + NEW_TOKENS) -> Ground:
+    """Load the model once: to pin an emulated link's pace, and to learn what a sequence's keys and values take."""
+    engine = Engine.load(dataclasses.replace(config, draft="none"))
+    try:
+        pinned = dataclasses.replace(pinned_link(engine), draft=config.draft)
+        table = engine.loaded.source.table
+        lane = "disk" if config.link.kind == "disk" else "link"
+        shape = Shape(table.layers, table.experts, engine.top_k, lane)
+        kv = engine.kv_bytes_per_token
+        about = {"machine": machine_info(), "model": model_info(engine), "link": link_info(engine)}
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+    memory = MemoryLimit(pinned, budget, kv, tokens + K_LIMIT + 2)
+    return Ground(pinned, memory, shape, about, _memory_gbps())
+
+
+def _memory_gbps() -> float:
+    """GB/s at which the kernels read memory; 0 where there are no kernels."""
+    found = native()
+    if not isinstance(found, Native):
+        return 0.0
+    roof = Roof(found, stream_bytes())
+    roof.sample()
+    streamed = roof.streamed
+    del roof
+    give_memory_back()
+    return streamed
+
+
+def measure(ground: Ground, chosen: Iterable[Setting], seconds: float, rounds: int, say: Say) -> list[Probe]:
+    """Run each setting; those of one draft and cache in turn share one engine."""
+    done: list[Probe] = []
+    for (_, _), group in itertools.groupby(chosen, key=lambda setting: (setting.draft, setting.slots)):
+        members = list(group)
+        engine = Engine.load(members[0].engine(ground.config, ground.memory.stored_bytes))
+        try:
+            for setting in members:
+                done.append(run_probe(engine, setting, seconds, rounds, NEW_TOKENS))
+                say(f"{setting.name}: {done[-1].rate:.1f} tokens/s, a round {done[-1].seconds * 1e3:.0f} ms")
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+    return done
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` found: predictions, the best first, and what was measured of the finalists. `link` as it was asked."""
+
+    ground: Ground
+    fixed: Fixed
+    link: LinkConfig
+    probes: list[Probe]
+    predictor: Predictor
+    ranked: list[Prediction]
+    played: list[tuple[Prediction, Probe]]
+    seconds: float
+
+    @property
+    def winner(self) -> tuple[Prediction, Probe]:
+        """The fastest of the played."""
+        return max(self.played, key=lambda pair: pair[1].rate)
+
+
+def profile(ground: Ground, fixed: Fixed, seconds: float, say: Say) -> list[Probe]:
+    """The short runs from which everything is predicted."""
+    chosen = probes(fixed, ground.memory)
+    say(f"measuring {len(chosen)} settings")
+    return measure(ground, chosen, seconds * PROFILING / 2 / len(chosen), PROBE_ROUNDS, say)
+
+
+def tune(config: EngineConfig, fixed: Fixed, budget: CacheBudget, seconds: float, say: Say) -> Tuned:
+    """Raises BudgetError when nothing fits, UsageError, and what loading a model raises."""
+    start = time.monotonic()
+    ground = open_ground(config, budget)
+    measured = profile(ground, fixed, seconds, say)
+    predictor = Predictor(ground.shape, measured)
+    ranked = search(settings(fixed, ground.memory), predictor, predictor.knows)
+    best = finalists(ranked, FINALISTS)
+    say(f"playing the best {len(best)} of {len(ranked)} predicted settings")
+    order = sorted(best, key=lambda p: (p.setting.draft, p.setting.slots))
+    played = measure(ground, [p.setting for p in order], seconds * (1 - PROFILING) / len(best), PLAYED_ROUNDS, say)
+    pairs = list(zip(order, played, strict=True))
+    return Tuned(ground, fixed, config.link, measured, predictor, ranked, pairs, time.monotonic() - start)
