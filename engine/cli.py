@@ -1,4 +1,4 @@
-"""The command line: `python -m engine generate | bench | simulate | serve | upcycle | doctor`."""
+"""The command line: `python -m engine generate | bench | simulate | tune | serve | upcycle | doctor`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from engine.requests import Request, read_requests, read_text
 from engine.serve.command import add_serve
 from engine.simulate.command import add_simulate
 from engine.trace_file import TraceFile
+from engine.tune.command import add_tune
+from engine.tune.profile import load_profile
 
 DRAFT_HELP = (
     "who drafts: self-int8, self-int4, self-int3 or self-int2 (a quantized copy of the model's experts), sparse or "
@@ -62,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         options = _parser().parse_args(arguments)
+        if getattr(options, "profile", None) is not None:
+            options = _parser(load_profile(options.profile).options()).parse_args(arguments)
         return options.command(options)
     except EngineError as error:
         if "--debug" in arguments:
@@ -87,18 +91,24 @@ def _tell_error(text: str) -> None:
     print(f"{CLEAR_LINE if sys.stderr.isatty() else ''}error: {text}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(profile: dict[str, Any] | None = None) -> argparse.ArgumentParser:
+    """With `profile`, those are the defaults of generate: what is on the command line wins."""
     parser = _Parser(prog="python -m engine", description="Speculative decoding on offloaded MoE models.")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="generate|bench|simulate|serve|upcycle|doctor")
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="generate|bench|simulate|tune|serve|upcycle|doctor"
+    )
     generate = commands.add_parser("generate", help="generate text", formatter_class=_Formatter)
     _add_engine_options(generate)
     _add_generation_options(generate)
     generate.add_argument("--trace", metavar="FILE", help="write the run's events to FILE, one JSON object a line")
     generate.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    generate.set_defaults(command=_generate)
+    generate.add_argument("--profile", type=Path, metavar="FILE",
+                          help="settings as tune --out wrote them; what is given here wins")  # fmt: skip
+    generate.set_defaults(command=_generate, **(profile or {}))
     _add_bench(commands)
     add_simulate(commands, _Formatter)
+    add_tune(commands, _Formatter)
     add_serve(commands, _Formatter)
     _add_upcycle(commands)
     _add_doctor(commands)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.control.routing import UniformRouting
 from engine.errors import UsageError
 
 
@@ -66,14 +67,16 @@ class PowerCurve:
 
 @dataclass(frozen=True)
 class Surface:
-    """A value by batch and rows a sequence (k + 1): a power curve over the rows at each batch, and one over those."""
+    """Experts by batch and rows a sequence (k + 1): a power curve over the rows at the nearest batch that was measured.
 
+    Another batch is scaled as independent `routing` would.
+    """
+
+    routing: UniformRouting
     points: tuple[tuple[int, int, float], ...]
 
     def __call__(self, batch: int, rows: int) -> float:
-        batches = sorted({b for b, _, _ in self.points})
-        across = tuple((float(b), self._at(b)(rows)) for b in batches)
-        return PowerCurve(across)(batch)
-
-    def _at(self, batch: int) -> PowerCurve:
-        return PowerCurve(tuple(sorted((float(r), y) for b, r, y in self.points if b == batch)))
+        nearest = min((b for b, _, _ in self.points), key=lambda b: abs(math.log(b / batch)))
+        curve = PowerCurve(tuple(sorted((float(r), y) for b, r, y in self.points if b == nearest)))
+        scale = self.routing.distinct(batch * rows) / self.routing.distinct(nearest * rows)
+        return curve(rows) * scale

@@ -58,22 +58,28 @@ class Costs:
     foreseen: float
 
 
-class Family:
-    """Fits of the probes of one family (SpecMoEOff, section 5.3: operators are linear in their rows)."""
+class Operators:
+    """Fits of one draft's probes (SpecMoEOff, section 5.3: operators are linear in their rows)."""
 
-    def __init__(self, shape: Shape, probes: Sequence[Probe]) -> None:
-        self.shape = shape
-        self.probes = probes
+    def __init__(self, probes: Sequence[Probe]) -> None:
         rows = [(float(p.setting.batch * (p.setting.k + 1)),) for p in probes]
         self.shared = fit_linear(rows, [p.shared for p in probes])
         self.head = fit_linear(rows, [p.head for p in probes])
         self.overhead = fit_linear(rows, [p.overhead for p in probes])
         # Experts are read once however many rows they have, so both count.
-        self.experts = fit_linear([(*r, p.wanted) for r, p in zip(rows, probes, strict=True)],
-                                  [p.experts for p in probes])  # fmt: skip
+        both = [(*r, p.wanted) for r, p in zip(rows, probes, strict=True)]
+        self.experts = fit_linear(both, [p.experts for p in probes])
         drafting = [p for p in probes if p.setting.k]
-        self.pass_ = fit_linear([(float(p.setting.batch),) for p in drafting],
-                                [p.pass_ for p in drafting]) if drafting else Linear((0.0, 0.0))  # fmt: skip
+        passes = [(float(p.setting.batch),) for p in drafting]
+        self.pass_ = fit_linear(passes, [p.pass_ for p in drafting]) if drafting else Linear((0.0, 0.0))
+
+
+class Family:
+    """What settings of one draft and prefetch fetch, and how far the simulator is off for them (`correction`)."""
+
+    def __init__(self, shape: Shape, operators: Operators, probes: Sequence[Probe]) -> None:
+        self.shape, self.operators, self.probes = shape, operators, probes
+        self.uniform = UniformRouting(shape.experts, shape.top_k)
         loads = [p.load for p in probes if p.load]
         self.load = sum(loads) / len(loads) if loads else 0.0
         self.wanted, self.asked, self.foreseen = (self._surface(name) for name in ("wanted", "asked", "foreseen"))
@@ -84,17 +90,17 @@ class Family:
     def to_json(self) -> dict[str, Any]:
         """The fits: weights of 1, then of what each operator is linear in."""
         return {
-            "draft pass: 1, sequences": self.pass_.weights,
-            "shared: 1, rows": self.shared.weights,
-            "experts: 1, rows, distinct experts a layer": self.experts.weights,
-            "head: 1, rows": self.head.weights,
-            "overhead: 1, rows": self.overhead.weights,
+            "draft pass: 1, sequences": self.operators.pass_.weights,
+            "shared: 1, rows": self.operators.shared.weights,
+            "experts: 1, rows, distinct experts a layer": self.operators.experts.weights,
+            "head: 1, rows": self.operators.head.weights,
+            "overhead: 1, rows": self.operators.overhead.weights,
             "load": self.load,
             "correction": self.correction,
         }
 
     def _surface(self, name: str) -> Surface:
-        return Surface(tuple((p.setting.batch, p.setting.k + 1, getattr(p, name)) for p in self.probes))
+        return Surface(self.uniform, tuple((p.setting.batch, p.setting.k + 1, getattr(p, name)) for p in self.probes))
 
     def costs(self, setting: Setting) -> Costs:
         """Of a round with this setting."""
@@ -103,15 +109,14 @@ class Family:
         wanted = min(self.wanted(*at), float(self.shape.experts))
         # A cache of another size than the probes' misses more or less, as independent routing would.
         probed = sum(p.setting.slots for p in self.probes) / len(self.probes)
-        uniform = UniformRouting(self.shape.experts, self.shape.top_k)
-        now, then = (uniform.missing(rows, round(s / self.shape.layers)) for s in (setting.slots, probed))
+        now, then = (self.uniform.missing(rows, round(s / self.shape.layers)) for s in (setting.slots, probed))
         scale = now / then if then else 1.0
         return Costs(
-            pass_=self.pass_(float(setting.batch)),
-            shared=self.shared(rows),
-            experts=self.experts(rows, wanted),
-            head=self.head(rows),
-            overhead=self.overhead(rows),
+            pass_=self.operators.pass_(float(setting.batch)),
+            shared=self.operators.shared(rows),
+            experts=self.operators.experts(rows, wanted),
+            head=self.operators.head(rows),
+            overhead=self.operators.overhead(rows),
             load=self.load,
             wanted=wanted,
             asked=min(self.asked(*at) * scale, wanted),
@@ -171,8 +176,7 @@ class Family:
             return ()
         kept = max(costs.wanted - costs.asked - costs.foreseen, 0.0)
         room = max(setting.slots / self.shape.layers - kept, 0.0)
-        uniform = UniformRouting(self.shape.experts, self.shape.top_k)
-        distinct = [uniform.distinct(setting.batch * passes) for passes in range(setting.k + 1)]
+        distinct = [self.uniform.distinct(setting.batch * passes) for passes in range(setting.k + 1)]
         ahead = min(costs.foreseen, room)
         return tuple(ahead * (b - a) / distinct[-1] for a, b in zip(distinct, distinct[1:], strict=False))
 
@@ -188,16 +192,14 @@ class Predictor:
             known = self._acceptance.setdefault(probe.setting.draft, AcceptanceEstimator(K_LIMIT))
             for verified, accepted in probe.lengths:
                 known.observe(verified, accepted)
-        self.families = {key: Family(shape, members) for key, members in families.items()}
+        drafts = dict.fromkeys(probe.setting.draft for probe in probes)
+        operators = {draft: Operators([p for p in probes if p.setting.draft == draft]) for draft in drafts}
+        self.families = {key: Family(shape, operators[key[0]], members) for key, members in families.items()}
 
     def knows(self, setting: Setting) -> bool:
-        """Whether what was probed of the setting's family has batches as small, and as large."""
+        """Whether the setting's family was probed with a batch as large."""
         family = self.families.get(setting.family)
-        if family is None:
-            return False
-        batches = [probe.setting.batch for probe in family.probes]
-        # Streams begin with two sequences, and are probed from four on.
-        return min(batches) <= max(setting.batch, 4) and setting.batch <= max(batches)
+        return family is not None and setting.batch <= max(probe.setting.batch for probe in family.probes)
 
     def tokens(self, setting: Setting) -> float:
         """Of a round, all sequences together."""

@@ -16,7 +16,7 @@ from engine.tune.rounds import MeasuredRound, RoundWatch
 from engine.tune.setting import Setting
 
 #: Rounds at a run's beginning that fill the cache and are not counted, and those that a figure needs at least.
-WARM_UP, LEAST = 2, 5
+WARM_UP, LEAST = 2, 3
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def run_probe(engine: Engine, setting: Setting, seconds: float, rounds: int, max
 
 
 class _TimedWatch(RoundWatch):
-    def __init__(
-        self, expert_bytes: int, stop: threading.Event, setting: Setting, seconds: float, rounds: int
-    ) -> None:
+    def __init__(self, expert_bytes: int, stop: threading.Event, setting: Setting, seconds: float, rounds: int) -> None:
         super().__init__(expert_bytes, stop)
         self._drafted = (setting.k,) * setting.batch
         self._until, self._most = time.monotonic() + seconds, rounds

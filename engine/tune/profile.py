@@ -61,8 +61,8 @@ def load_profile(path: Path) -> Chosen:
         raise UsageError(f"{path} is no profile of tune: write one with tune --out")
     if found.get("version") != VERSION:
         raise UsageError(f"{path} has version {found.get('version')!r}, not {VERSION}: write it again with tune --out")
-    chosen = found.get("chosen")
     try:
+        chosen = found["chosen"]
         return Chosen(**{**chosen, "link": LinkConfig(**chosen["link"])})
     except (TypeError, KeyError) as error:
         raise UsageError(f"the profile {path} is damaged ({error}): write it again with tune --out") from error

@@ -93,7 +93,8 @@ def format_tuned(found: dict[str, Any]) -> str:
         played = row["measured_tokens_per_s"]
         cells.append([
             row["draft"], row["prefetch"], str(row["k"]), str(row["batch"]), f"{row['predicted_tokens_per_s']:.1f}",
-            f"{played:.1f}" if played else "–", f"{row['tokens_per_round']:.2f}", f"{row['predicted_round_s'] * 1e3:.0f}",
+            f"{played:.1f}" if played else "–", f"{row['tokens_per_round']:.2f}",
+            f"{row['predicted_round_s'] * 1e3:.0f}",
             *(f"{row[part] / 2**20:.1f}" for part in ("draft_bytes", "cache_bytes")), str(row["slots"]),
             f"{row['kv_bytes'] / 2**20:.1f}",
         ])  # fmt: skip

@@ -10,11 +10,11 @@ from engine.errors import UsageError
 from engine.tune.memory import MemoryLimit
 from engine.tune.setting import SOURCES, Setting
 
-#: Drafts of the target itself that are tried, the most faithful first; "none" is always tried.
-DRAFTS = ("self-int8", "self-int4", "sparse", "sparse-1")
+#: Drafts that are tried beside none, those first that take no memory.
+DRAFTS = ("sparse", "sparse-1", "self-int4", "self-int8")
 BATCHES = (1, 2, 4, 8, 16)
-#: Draft lengths that are measured; those between and beyond them follow from curves.
-PROBED_K = (2, 8)
+#: Draft lengths that are measured, and the one without prefetch; those between and beyond follow from curves.
+PROBED_K, PLAIN_K = (2, 8), 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Fixed:
             return [self.draft]
         if self.k == 0:
             return ["none"]
-        return [*DRAFTS] if self.k or self.prefetch == "draft" else [*DRAFTS, "none"]
+        return [*DRAFTS] if self.k or self.prefetch == "draft" else ["none", *DRAFTS]
 
     @property
     def batches(self) -> list[int]:
@@ -91,20 +91,17 @@ def settings(fixed: Fixed, memory: MemoryLimit) -> Iterator[Setting]:
 def probes(fixed: Fixed, memory: MemoryLimit) -> list[Setting]:
     """The settings to measure, draft by draft: enough for a curve over whatever is not fixed."""
     allowed = list(settings(fixed, memory))
-    chosen: list[Setting] = []
-    for draft in dict.fromkeys(setting.draft for setting in allowed):
-        batches = sorted({setting.batch for setting in allowed if setting.draft == draft})
-        ends = {batches[0], *(b for b in batches if b == 4), batches[-1]}
-        for setting in allowed:
-            if setting.draft != draft or setting.batch not in ends:
-                continue
-            if setting.prefetch == "none" and draft != "none" and setting.batch > 1 and fixed.prefetch is None:
-                continue
-            if fixed.k is None and setting.k and setting.k not in _lengths(setting.batch):
-                continue
-            chosen.append(setting)
-    return chosen
+    largest: dict[str, int] = {}
+    for setting in allowed:
+        largest[setting.draft] = max(setting.batch, largest.get(setting.draft, 1))
+    return [s for s in allowed if s.batch in (1, largest[s.draft]) and _telling(s, fixed)]
 
 
-def _lengths(batch: int) -> tuple[int, ...]:
-    return PROBED_K if batch != 4 else PROBED_K[:1]
+def _telling(setting: Setting, fixed: Fixed) -> bool:
+    """Whether to measure it. Without prefetch, one length shows what changes; in a batch, only without a draft."""
+    if setting.draft == "none" or (fixed.k is not None and fixed.prefetch is not None):
+        return True
+    plain = setting.prefetch == "none" and fixed.prefetch is None
+    if plain and setting.batch > 1:
+        return False
+    return fixed.k is not None or setting.k in ((PLAIN_K,) if plain else PROBED_K)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -75,11 +76,19 @@ def _memory_gbps() -> float:
     return streamed
 
 
-def measure(ground: Ground, chosen: Iterable[Setting], seconds: float, rounds: int, say: Say) -> list[Probe]:
-    """Run each setting; those of one draft and cache in turn share one engine."""
+def measure(
+    ground: Ground, chosen: Iterable[Setting], seconds: float, rounds: int, say: Say, until: float = math.inf
+) -> list[Probe]:
+    """Run each setting, but for those of a draft and cache whose turn comes after `until` (monotonic seconds).
+
+    Those of one draft and cache in turn share one engine.
+    """
     done: list[Probe] = []
     for (_, _), group in itertools.groupby(chosen, key=lambda setting: (setting.draft, setting.slots)):
         members = list(group)
+        if done and time.monotonic() > until:
+            say(f"not measured, the time is over: draft {members[0].draft}")
+            continue
         engine = Engine.load(members[0].engine(ground.config, ground.memory.stored_bytes))
         try:
             for setting in members:
@@ -94,7 +103,7 @@ def measure(ground: Ground, chosen: Iterable[Setting], seconds: float, rounds: i
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` found: predictions, the best first, and what was measured of the finalists. `link` as it was asked."""
+    """What `tune` found: predictions, the best first, and the finalists' runs. `link` is the one asked for."""
 
     ground: Ground
     fixed: Fixed
@@ -115,7 +124,8 @@ def profile(ground: Ground, fixed: Fixed, seconds: float, say: Say) -> list[Prob
     """The short runs from which everything is predicted."""
     chosen = probes(fixed, ground.memory)
     say(f"measuring {len(chosen)} settings")
-    return measure(ground, chosen, seconds * PROFILING / 2 / len(chosen), PROBE_ROUNDS, say)
+    until = time.monotonic() + seconds * PROFILING
+    return measure(ground, chosen, seconds * PROFILING / 2 / len(chosen), PROBE_ROUNDS, say, until)
 
 
 def tune(config: EngineConfig, fixed: Fixed, budget: CacheBudget, seconds: float, say: Say) -> Tuned:
