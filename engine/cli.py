@@ -104,7 +104,7 @@ def _parser(profile: dict[str, Any] | None = None) -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
     generate.add_argument("--debug", action="store_true", help="show the traceback of an error")
     generate.add_argument("--profile", type=Path, metavar="FILE",
-                          help="settings as tune --out wrote them; what is given here wins")  # fmt: skip
+                          help="settings as tune wrote them; what is given here wins")  # fmt: skip
     generate.set_defaults(command=_generate, **(profile or {}))
     _add_bench(commands)
     add_simulate(commands, _Formatter)
@@ -122,18 +122,20 @@ def _add_bench(commands: Any) -> None:
     )
     bench = commands.add_parser("bench", help="compare contenders", description=about, formatter_class=_Formatter)
     _add_engine_options(bench)
-    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations", "governor", "batch"),
+    bench.add_argument("--suite", choices=("decode", "kernels", "policies", "ablations", "governor", "batch", "tune"),
                        required=True,
                        help="decode: speculation at equal memory, and what the kernels add; kernels: the compiled "
                             "kernels against torch and the machine's read bandwidth (needs no model); policies: "
                             "prefetching against its rivals, with half of the experts' bytes; ablations: what each "
                             "decision is worth; governor: auto against all fixed k and prefetch, on the embedded "
                             "model and --model; batch: speculation for a whole batch, against the same engine "
-                            "without it, and one prompt at a time")  # fmt: skip
+                            "without it, and one prompt at a time; tune: its predictions "
+                            "against runs, and its choice against a sweep")  # fmt: skip
     bench.add_argument("--tables", choices=("memory", "kernels", "both"), default="both",
                        help="of decode: offloaded at equal memory; all resident, kernels on and off")  # fmt: skip
     bench.add_argument("--batch", type=int, default=16, metavar="N", help="of batch: prompts at a time")
     bench.add_argument("--workloads", default="", metavar="TEXT", help="of governor: those with TEXT in their name")
+    bench.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of tune: how long it may measure")
     bench.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="tokens a prompt")
     bench.add_argument("--repeats", type=int, metavar="N",
                        help="runs of each contender, in turn (default: 1 to 5, by suite)")  # fmt: skip
@@ -315,6 +317,11 @@ def _bench(options: argparse.Namespace) -> int:
 
         report = batch_suite(config, options.batch, options.max_new_tokens, options.repeats or 1, say)
         text = format_batch(report)
+    elif options.suite == "tune":
+        from engine.bench.tuning import format_tuning, tuning_suite
+
+        report = tuning_suite(config, options.seconds, say)
+        text = format_tuning(report)
     elif options.suite == "governor":
         from engine.bench.governor import format_governor, governor_suite
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -27,6 +28,12 @@ class MemoryLimit:
         self.experts = whole.expert_bytes // whole.stored_bytes
         self.slot_bytes = _slot_bytes(config)
         self.limit = budget.nbytes or round((budget.share or 0.0) * whole.expert_bytes)
+
+    def limited(self, nbytes: int) -> MemoryLimit:
+        """The same with another limit."""
+        other = copy.copy(self)
+        other.limit = nbytes
+        return other
 
     def split(self, draft: str) -> Split:
         """Of all the experts' bytes, beside that draft."""
