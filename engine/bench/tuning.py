@@ -24,9 +24,10 @@ Say = Callable[[str], None]
 LIMIT, LESS = 0.5, 0.25
 #: Draft lengths of the sweep. Profiling runs have others, so that nothing is predicted that was measured before.
 SWEPT_K = (3, 5, 10)
-#: Rounds of a run at most, of the sweep and of the last comparison.
-ROUNDS, FINAL_ROUNDS = 12, 24
-FINAL_REPEATS = 2
+#: Rounds of a run at most, and seconds if those are more than a few rounds: of the sweep and of the last comparison.
+ROUNDS, FINAL_ROUNDS = 40, 80
+RUN_SECONDS, FINAL_SECONDS = 2.0, 4.0
+FINAL_REPEATS = 3
 #: Nothing is fixed.
 ALL = Fixed()
 #: The bars: SpecMoEOff's estimator is off by 9.7 % (section 6).
@@ -42,7 +43,7 @@ def tuning_suite(config: EngineConfig, seconds: float, say: Say, fixed: Fixed = 
     tuned = tune(config, fixed, CacheBudget(share=LIMIT), seconds, say)
     grid = _grid(tuned, fixed)
     say(f"sweeping {len(grid)} settings")
-    swept = measure(tuned.ground, grid, 0.0, ROUNDS, say)
+    swept = measure(tuned.ground, grid, RUN_SECONDS, ROUNDS, say)
     best = max((probe for probe in swept if probe.setting in set(_full(tuned, grid))), key=lambda probe: probe.rate)
     choice = tuned.winner[1]
     finals = _finals(tuned, choice.setting, best.setting, say)
@@ -94,7 +95,7 @@ def _finals(tuned: Tuned, choice: Setting, best: Setting, say: Say) -> dict[Sett
     """Tokens/s of both, over all the rounds of runs in turn."""
     runs: dict[Setting, list[Probe]] = {choice: [], best: []}
     for _, setting in itertools.product(range(FINAL_REPEATS), list(runs)):
-        runs[setting] += measure(tuned.ground, [setting], 60.0, FINAL_ROUNDS, say)
+        runs[setting] += measure(tuned.ground, [setting], FINAL_SECONDS, FINAL_ROUNDS, say)
     return {
         setting: sum(p.tokens * p.rounds for p in probes) / sum(p.seconds * p.rounds for p in probes)
         for setting, probes in runs.items()

@@ -19,6 +19,12 @@ from engine.tune.probe import Probe
 from engine.tune.setting import Setting
 
 
+class SteadyAcceptance(AcceptanceEstimator):
+    """The governor's, but nothing fades: all sample texts count alike."""
+
+    MEMORY = OVERALL_MEMORY = ALARM = 1e6
+
+
 @dataclass(frozen=True)
 class Shape:
     """What of the model and the link a prediction needs. `lane`: "disk" or "link"."""
@@ -186,10 +192,10 @@ class Predictor:
 
     def __init__(self, shape: Shape, probes: Sequence[Probe]) -> None:
         families: dict[tuple[str, str], list[Probe]] = {}
-        self._acceptance: dict[str, AcceptanceEstimator] = {}
+        self._acceptance: dict[str, SteadyAcceptance] = {}
         for probe in probes:
             families.setdefault(probe.setting.family, []).append(probe)
-            known = self._acceptance.setdefault(probe.setting.draft, AcceptanceEstimator(K_LIMIT))
+            known = self._acceptance.setdefault(probe.setting.draft, SteadyAcceptance(K_LIMIT))
             for verified, accepted in probe.lengths:
                 known.observe(verified, accepted)
         drafts = dict.fromkeys(probe.setting.draft for probe in probes)

@@ -27,7 +27,7 @@ from engine.tune.space import Fixed, probes, settings
 Say = Callable[[str], None]
 
 #: How many of the best predicted settings are played, and rounds of a profiling run and of a played one at most.
-FINALISTS, PROBE_ROUNDS, PLAYED_ROUNDS = 3, 10, 24
+FINALISTS, PROBE_ROUNDS, PLAYED_ROUNDS = 3, 40, 80
 #: Tokens of a sequence in a measurement: prompt (up to 16) and new ones.
 PROMPT_TOKENS, NEW_TOKENS = 16, 96
 #: Of the seconds that are allowed, the share for profiling; loading models takes about half of it.
