@@ -15,6 +15,7 @@ from engine.bench.contenders import pinned_link
 from engine.bench.roof import Roof, give_memory_back, stream_bytes
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, LinkConfig
 from engine.engine import Engine
+from engine.errors import UsageError
 from engine.kernels.native import Native, native
 from engine.report import link_info, machine_info, model_info
 from engine.tune.memory import MemoryLimit
@@ -92,8 +93,12 @@ def measure(
         engine = Engine.load(members[0].engine(ground.config, ground.memory.stored_bytes))
         try:
             for setting in members:
-                done.append(run_probe(engine, setting, seconds, rounds, NEW_TOKENS))
-                say(f"{setting.name}: {done[-1].rate:.1f} tokens/s, a round {done[-1].seconds * 1e3:.0f} ms")
+                probe = run_probe(engine, setting, seconds, rounds, NEW_TOKENS)
+                if probe is None:
+                    say(f"{setting.name}: left out, its draft is never right")
+                    continue
+                done.append(probe)
+                say(f"{setting.name}: {probe.rate:.1f} tokens/s, a round {probe.seconds * 1e3:.0f} ms")
         finally:
             engine.close()
             del engine
@@ -139,5 +144,8 @@ def tune(config: EngineConfig, fixed: Fixed, budget: CacheBudget, seconds: float
     say(f"playing the best {len(best)} of {len(ranked)} predicted settings")
     order = sorted(best, key=lambda p: (p.setting.draft, p.setting.slots))
     played = measure(ground, [p.setting for p in order], seconds * (1 - PROFILING) / len(best), PLAYED_ROUNDS, say)
-    pairs = list(zip(order, played, strict=True))
+    by_setting = {prediction.setting: prediction for prediction in best}
+    pairs = [(by_setting[probe.setting], probe) for probe in played]
+    if not pairs:
+        raise UsageError("no draft of these is ever right on the sample texts: leave --draft and --k to auto")
     return Tuned(ground, fixed, config.link, measured, predictor, ranked, pairs, time.monotonic() - start)
