@@ -43,7 +43,7 @@ def test_the_text_is_what_the_engine_says_here_and_ctrl_c_ends_it(served):
     process, address = served
     model, load = find_engine(address, "hidden", "unused")
     assert Path(model).is_dir()
-    session = Session(load)
+    session = Session(load, viewer_ttl=600)  # nobody watches here, however slow the machine is
     try:
         run = session.start(RunSettings((PROMPT,), SETTINGS, GENERATION, {"k": 3, "slots": 4}))
         assert session.wait_idle(90)

@@ -36,7 +36,7 @@ def expected(model) -> str:
 @pytest.fixture
 def session() -> Iterator[Session]:
     before = threading.active_count()
-    session = Session()
+    session = Session(viewer_ttl=600)  # nobody watches here, however slow the machine is
     yield session
     session.close()
     assert threading.active_count() == before
