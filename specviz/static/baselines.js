@@ -29,10 +29,19 @@ function keyOf({ model, machine, link, config }, text) {
   return JSON.stringify([text, model.name, machine.cpu, machine.device, link.kind, pace, request]);
 }
 
+/** Less than this is noise of the machine: two runs of the same settings differ by as much. */
+const NOISE = 0.03;
+
+/** Does it pay? In words, and whether that is `known`: "measured" or "predicted". `ratio`: speed with / without a draft. */
+export function answer(ratio, known) {
+  if (ratio > 1 + NOISE) return `It pays, ${known}`;
+  return ratio < 1 - NOISE ? `It does not pay, ${known}` : `It makes no difference, ${known}`;
+}
+
 /** The words of the speed panel: measured against measured. */
 export function baselineWords(baseline, facts, rate, format, bytes) {
   const ratio = rate / baseline.rate;
   const equal = baseline.memory === facts.memory.total;
   const memory = equal ? `the same memory, ${bytes(baseline.memory)}` : `with ${bytes(baseline.memory)} of memory instead of ${bytes(facts.memory.total)}`;
-  return ` Measured: ${ratio.toFixed(2)} × the ${format(baseline.rate)} tokens/s of the same prompt without a draft (${memory}).`;
+  return ` ${answer(ratio, "measured")}: ${ratio.toFixed(2)} × the ${format(baseline.rate)} tokens/s of the same prompt without a draft (${memory}).`;
 }

@@ -19,7 +19,7 @@ START = """
 import { readFileSync } from "node:fs";
 const [base, golden] = process.argv.slice(2);
 const { CURVE_LIMIT, Side, firstDifference, textWords, memoryWords, verdict } = await import(`file://${base}/compare.js`);
-const { Baselines, baselineWords } = await import(`file://${base}/baselines.js`);
+const { Baselines, answer, baselineWords } = await import(`file://${base}/baselines.js`);
 const { reduce } = await import(`file://${base}/reducer.js`);
 const lines = (name) => readFileSync(`${golden}/${name}.ndjson`, "utf-8").trimEnd().split("\\n");
 const load = (name) => lines(name).map((line) => JSON.parse(line));
@@ -111,7 +111,27 @@ def test_only_a_measured_plain_run_of_the_same_request_is_a_baseline():
     assert out[0] == [False, False, True]
     assert out[1] == figures["time"]["mean_rate"]
     assert out[2] == [None, None, None]
-    assert "2.00 ×" in out[3] and "the same memory" in out[3]
+    assert "2.00 ×" in out[3] and "the same memory" in out[3] and "It pays, measured" in out[3]
+
+
+def test_whether_it_pays_is_said_first_and_noise_is_no_answer():
+    out = run('say([1.5, 1.02, 0.98, 0.6].map((ratio) => answer(ratio, "predicted")));')
+    assert out == [
+        "It pays, predicted", "It makes no difference, predicted", "It makes no difference, predicted",
+        "It does not pay, predicted",
+    ]  # fmt: skip
+
+
+def test_a_change_of_k_says_from_what():
+    out = run("""
+    globalThis.document = {};
+    const { changed } = await import(`file://${base}/views/governor.js`);
+    const choice = (k) => ({ k, auto: true, probing: false, reason: `k = ${k} promises most` });
+    say([changed(choice(3)), changed(choice(8), choice(3)), changed(choice(8), choice(8))]);
+    """)
+    assert out[0] == "k = 3, the governor: k = 3 promises most"
+    assert out[1] == "k = 3 → 8, the governor: k = 8 promises most"
+    assert out[2] == "k = 8, the governor: k = 8 promises most"
 
 
 def test_the_governors_line_keeps_what_it_chose():

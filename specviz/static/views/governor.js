@@ -55,11 +55,15 @@ export const words = (choice) => `k = ${choice.k}, ${who(choice)}: ${choice.reas
 
 const who = (choice) => (choice.probing ? "a probe" : choice.auto ? "the governor" : "by hand");
 
+/** A change leads with what it changed: k = 8 → 3. */
+export const changed = (choice, before) =>
+  before && before.k !== choice.k ? `k = ${before.k} → ${choice.k}, ${words(choice).replace(/^k = \d+, /, "")}` : words(choice);
+
 /** The latest changes of k or of a knob, newest first; rounds that only repeat a choice say nothing new. */
 function recent(series, knobs) {
   const notes = series
     .filter((choice, i) => i === 0 || ["k", "prefetch", "auto"].some((key) => choice[key] !== series[i - 1][key]))
-    .map((choice) => [choice.round, words(choice), choice.auto ? "auto" : "hand"]);
+    .map((choice, i, all) => [choice.round, changed(choice, all[i - 1]), choice.auto ? "auto" : "hand"]);
   const moved = knobs.map((knob) => [knob.round, `${knob.name}: ${value(knob.old)} → ${value(knob.new)}`, "knob"]);
   return [...notes.slice(-REASONS), ...moved.slice(-REASONS)].sort((a, b) => b[0] - a[0]).slice(0, REASONS);
 }

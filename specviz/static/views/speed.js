@@ -1,6 +1,6 @@
 // Does it pay? Tokens a second, and where the time goes.
 
-import { baselineWords } from "../baselines.js";
+import { answer, baselineWords } from "../baselines.js";
 import { el, legend, setText } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
 import { createPanel } from "../panel.js";
@@ -51,7 +51,7 @@ export function createSpeed({ state, plotter, selection, wake }) {
     bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
     baseline = acceptance.drafted ? state.baselines.find(facts, promptText(state.scene)) : null;
     panel.say(sentence(time) + (baseline && time.mean_rate
-      ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest)));
+      ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest, state.mode !== "recording")));
     plot.invalidate();
   }
 
@@ -88,10 +88,12 @@ function speedFigure({ time, knobs }, node, rounds, baseline) {
 }
 
 /** Against what: the same predictions that the governor compares, with the draft and without. */
-function verdict(time, latest) {
+function verdict(time, latest, live) {
   if (!time.decode_ns || !latest) return "";
   if (!latest.k) return " Nothing is drafted now (k = 0).";
-  return ` Predicted, not measured: ${number(latest.predicted_rate[latest.k])} tokens/s with k = ${latest.k}, ${number(latest.predicted_rate[0])} without a draft (k = 0).`;
+  const [drafting, plain] = [latest.predicted_rate[latest.k], latest.predicted_rate[0]];
+  const said = answer(drafting / plain, "predicted");
+  return ` ${said}: ${number(drafting)} tokens/s with k = ${latest.k}, ${number(plain)} without a draft (k = 0).${live ? " “Measure the baseline” makes sure." : ""}`;
 }
 
 function sentence(time) {
