@@ -1,7 +1,7 @@
 // The hero: what the engine computed while experts crossed the link, and where it had to wait.
 
 import { button, canvas, el, legend, setText, tooltip } from "../dom.js";
-import { duration, percent, value } from "../format.js";
+import { duration, integer, percent, value } from "../format.js";
 import { createPanel } from "../panel.js";
 import { roundsOf } from "../selection.js";
 import { colours, onThemeChange, reducedMotion } from "../theme.js";
@@ -229,9 +229,10 @@ function createKey() {
 
 const firstTime = (scene) => scene.slices[0]?.start ?? scene.transfers[0]?.start ?? 0;
 
-function sentence({ overlap, time }) {
+function sentence({ overlap, time, experts }) {
   if (!overlap.transfer_ns) return "Compute and transfers appear here once experts move.";
-  const waited = time.decode_ns ? `The engine stood still for ${percent(time.stall_share)} of the time.` : "";
+  const why = `${integer(experts.misses)} were asked for when they were neither in fast memory nor on their way, ${integer(experts.late)} were still on the link`;
+  const waited = time.decode_ns ? `The engine stood still for ${percent(time.stall_share)} of the time, waiting for experts: ${why}.` : "";
   return `${percent(overlap.overlap)} of the transfer time was hidden under compute. ${waited}`;
 }
 
