@@ -24,8 +24,11 @@ from specviz.ui.theme import create_theme
 TITLE = "SpecViz"
 INTRO = (
     "# SpecViz\n"
-    "Speculative decoding on a Mixture-of-Experts model whose experts do not fit in fast memory. "
-    "Press **Generate**, then move a knob and watch what it does."
+    "Each layer of a Mixture-of-Experts model holds many small networks, its **experts**, and sends every token to a "
+    "few of them. They do not all fit in fast memory: fetching one over a slow link stalls the model. With "
+    "**speculative decoding** a cheap draft guesses the next tokens and tells which experts come; the model then "
+    "checks all guesses in one pass, so that the text stays its own.\n\n"
+    "Press **Generate**, then move a knob and watch what it does; or take the **Tour**."
 )
 #: Button → what it says and does.
 EXPORTS = {
@@ -67,7 +70,7 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL), draft_model: str |
                 with gr.Row(elem_id="sv-actions"):
                     go = gr.Button("Generate", variant="primary", min_width=120, elem_id="sv-generate")
                     halt = gr.Button("Stop", variant="stop", min_width=80, elem_id="sv-stop")
-                    share = gr.Button("Let others watch", min_width=100, elem_id="sv-share")
+                    share = gr.Button("Let others watch", min_width=240, elem_id="sv-share")
                     share.click(None, js="() => window.specvizBridge?.share()", **named("share"))
                 presets = create_presets()
                 plain = gr.Button("Measure the baseline (k = 0)", size="sm", elem_id="sv-baseline")
