@@ -69,7 +69,7 @@ export class Stage {
       ask: (settings) => this.whatif.set(settings),
       run: () => document.querySelector("#sv-generate")?.click(),
     });
-    header.tools.append(tour.start);
+    header.tour.append(tour.start);
     header.root.after(tour.root);
     onThemeChange(() => {
       this.plotter.invalidate(true);

@@ -23,13 +23,14 @@ const TILES = [
   ["stall", "Stall", "of decoding time", "Time that the engine waited for an expert / time of decoding"],
 ];
 
-/** The header. `draw(figures, state, now)`; `tools` is where the replay controls go. */
+/** The header. `draw(figures, state, now)`; `tools` is where the replay controls go, `tour` the tour's button. */
 export function createHeader() {
   const badge = el("span", { class: "sv-badge" });
   const phase = el("span", { class: "sv-phase" });
   const time = el("span", { class: "sv-clock" });
   const change = el("span", { class: "sv-change" });
   const tools = el("div", { class: "sv-tools" });
+  const tour = el("div", { class: "sv-tour-start" });
   const progress = el("progress", { class: "sv-progress", max: 1, "aria-label": "Loading the model" });
   const notice = el("p", { class: "sv-notice", role: "alert" });
   const tiles = Object.fromEntries(TILES.map((tile) => [tile[0], createTile(...tile)]));
@@ -38,7 +39,8 @@ export function createHeader() {
   const root = el(
     "section",
     { class: "sv-header", "aria-label": "The run at a glance" },
-    el("div", { class: "sv-status" }, badge, phase, time, progress, change, tools),
+    el("div", { class: "sv-status" }, badge, phase, time, progress, change, tour),
+    tools,
     notice,
     el("div", { class: "sv-tiles" }, ...Object.values(tiles).map((tile) => tile.root)),
     el("div", { class: "sv-about" }, facts, memory),
@@ -84,7 +86,7 @@ export function createHeader() {
     tiles.stall.set(percent(times.stall_share), `${duration(times.stall_ns)} of ${duration(times.decode_ns || null)}`);
   }
 
-  return { root, tools, draw, reset: () => (known = null) };
+  return { root, tools, tour, draw, reset: () => (known = null) };
 }
 
 function createTile(id, label, unit, title) {

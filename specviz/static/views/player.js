@@ -28,7 +28,7 @@ export function createPlayer({ player, wake }) {
     },
   });
   const time = el("span", { class: "sv-player-time" });
-  const hint = el("span", { class: "sv-player-hint", text: "A recorded run: press Generate for one of your own." });
+  const hint = el("span", { class: "sv-player-hint", text: "A recorded run: press Generate for your own." });
   const root = el("div", { class: "sv-player" }, play, slider, time, speed, hint);
   root.hidden = true;
 
