@@ -36,12 +36,11 @@ class MeasuredRound:
 
 
 class RoundWatch:
-    """Hears a run's events, from any thread, and sets `stop` when `enough()` says so at the end of a round."""
+    """Hears a run's events, from any thread, and sets `stop` when `done()` says so at the end of a round."""
 
     def __init__(self, expert_bytes: int, stop: threading.Event) -> None:
         self.rounds: list[MeasuredRound] = []
         self.link = LinkWatch()
-        self.deadline_rounds = 0
         self._expert_bytes = expert_bytes
         self._stop = stop
         self._parts: list[events.Round] = []

@@ -18,8 +18,9 @@ from engine.engine import Engine
 from engine.errors import UsageError
 from engine.kernels.native import Native, native
 from engine.report import link_info, machine_info, model_info
+from engine.tune.family import Shape
 from engine.tune.memory import MemoryLimit
-from engine.tune.prediction import Prediction, Predictor, Shape
+from engine.tune.prediction import Prediction, Predictor
 from engine.tune.probe import Probe, run_probe
 from engine.tune.search import finalists, search
 from engine.tune.setting import Setting

@@ -12,9 +12,10 @@ from engine.config import CacheBudget, EngineConfig
 from engine.control.iteration import Iteration
 from engine.control.routing import UniformRouting
 from engine.errors import BudgetError, UsageError
+from engine.tune.family import Shape
 from engine.tune.fits import PowerCurve, Surface, fit_linear
 from engine.tune.memory import MemoryLimit
-from engine.tune.prediction import Prediction, Predictor, Shape
+from engine.tune.prediction import Prediction, Predictor
 from engine.tune.probe import Probe
 from engine.tune.search import finalists, search
 from engine.tune.setting import Setting
