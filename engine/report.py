@@ -153,7 +153,7 @@ def link_info(engine: Engine) -> dict[str, Any]:
     label = link.label
     if preset is not None:
         machine = find_preset(preset)
-        label += f", paced like {machine.label}: an expert takes {machine.ratio:.1f} layer times"
+        label += f", paced like {machine.label}: moving an expert takes as long as computing {machine.ratio:.1f} layers"
     emulated = isinstance(link, EmulatedLink)
     return {
         "kind": engine.config.link.kind,
