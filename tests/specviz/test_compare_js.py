@@ -122,6 +122,17 @@ def test_whether_it_pays_is_said_first_and_noise_is_no_answer():
     ]  # fmt: skip
 
 
+def test_fast_memory_follows_the_slots():
+    out = run("""
+    globalThis.document = {};
+    const { memoryNow } = await import(`file://${base}/views/header.js`);
+    const facts = { slots_per_layer: 4, memory: { shared: 10, cache: 8, total: 18 } };
+    say([memoryNow(facts, 4), memoryNow(facts, 12), memoryNow(facts, null)]);
+    """)
+    assert [memory["cache"] for memory in out] == [8, 24, 8]
+    assert [memory["total"] for memory in out] == [18, 34, 18]
+
+
 def test_a_change_of_k_says_from_what():
     out = run("""
     globalThis.document = {};

@@ -16,7 +16,7 @@ const MEMORY = ["shared", "draft", "cache", "kv"];
 const MEMORY_LABELS = { shared: "shared weights", draft: "draft", cache: "cache slots", kv: "KV" };
 
 const TILES = [
-  ["rate", "Speed", "tokens/s", "Tokens emitted in the last second; below, over the whole run"],
+  ["rate", "Speed", "tokens/s", "Tokens emitted in the last second; below, over the whole run, which a run that is over shows alone"],
   ["length", "Accepted length", "tokens a round", "1 + accepted draft tokens / rounds that drafted"],
   ["hits", "Expert hit rate", "of requests", "(hits + late) / requests; late ones were still on the link when needed"],
   ["overlap", "Overlap", "of transfer time", "Time of transfers that ran under compute / time of transfers"],
@@ -75,15 +75,19 @@ export function createHeader() {
     else progress.removeAttribute("value");
   }
 
-  function drawTiles({ time: times, acceptance, experts, overlap }) {
-    tiles.rate.set(number(times.rate), `mean ${number(times.mean_rate)} · ${plural(acceptance.emitted, "token")}`);
+  function drawTiles({ run, time: times, acceptance, experts, overlap }) {
+    // The last second of a run that is over, often a short round, is no answer to how fast it was.
+    const whole = ["finished", "stopped"].includes(run.status);
+    const tokens = plural(acceptance.emitted, "token");
+    if (whole) tiles.rate.set(number(times.mean_rate), `over the whole run · ${tokens}`);
+    else tiles.rate.set(number(times.rate), `mean ${number(times.mean_rate)} · ${tokens}`);
     const { mean_length: length, rate } = acceptance;
     tiles.length.set(number(length), length === null ? "no draft yet" : `${percent(rate)} of verified drafts accepted`);
     const late = experts.requests ? experts.late / experts.requests : null;
-    tiles.hits.set(percent(experts.hit_rate), `${percent(late)} late · ${integer(experts.misses)} missed`);
+    tiles.hits.set(percent(experts.hit_rate), late === null ? "no request yet" : `${percent(late)} late · ${integer(experts.misses)} missed`);
     const { overlapped_ns: hidden, transfer_ns: all } = overlap;
     tiles.overlap.set(percent(overlap.overlap), all ? `${duration(hidden)} of ${duration(all)}` : "no transfer yet");
-    tiles.stall.set(percent(times.stall_share), `${duration(times.stall_ns)} of ${duration(times.decode_ns || null)}`);
+    tiles.stall.set(percent(times.stall_share), times.decode_ns ? `${duration(times.stall_ns)} of ${duration(times.decode_ns)}` : "no round yet");
   }
 
   return { root, tools, tour, draw, reset: () => (known = null) };
@@ -167,7 +171,14 @@ function drawFacts(facts, memory, { facts: run, experts }) {
     const name = marked[term] ? "sv-fact sv-marked" : "sv-fact";
     facts.append(el("div", { class: name }, el("dt", { text: term }), el("dd", { text: String(text) })));
   }
-  drawMemory(memory, run.memory);
+  drawMemory(memory, memoryNow(run, experts.slots_per_layer));
+}
+
+/** Bytes of fast memory: the run began with `memory`, and slots that were given or taken since count. */
+export function memoryNow({ memory, slots_per_layer: first }, slots) {
+  if (!first || !slots || slots === first) return memory;
+  const cache = (memory.cache * slots) / first;
+  return { ...memory, cache, total: memory.total + cache - memory.cache };
 }
 
 function drawMemory(node, memory) {
