@@ -4,6 +4,7 @@
  */
 
 import * as controls from "./controls.js";
+import { settingsOf } from "./settings.js";
 
 const base = new URL("../", import.meta.url);
 let current = null; // {run, token} of this page's last run
@@ -64,12 +65,22 @@ function receive(text) {
     next = 1;
     remember(current);
     window.specviz?.attach({ ...current, rejoined: Boolean(message.key), compare: message.compare });
+    if (message.key) showSettings(current);
   } else if (message.op === "feed") {
     const run = current;
     filling = filling.then(() => feed(run, message.batch));
   } else if (message.op === "end") {
     const run = current;
     filling = filling.then(() => fill(run, message.last));
+  }
+}
+
+/** After a reload the controls stand where the run has them, not where a new page does. */
+async function showSettings(run) {
+  for (let i = 0; i < 60 && run === current; i++) {
+    const settings = settingsOf(await fetchEvents(run, 1));
+    if (settings && run === current) return controls.show(settings);
+    await new Promise((resolve) => setTimeout(resolve, 500)); // it loads, or waits in the line
   }
 }
 

@@ -17,6 +17,7 @@ export function clicked(values, first) {
 }
 
 let wanted = {};
+let shown = null; // settings that came from the run itself
 
 /** Set controls; live knobs reach a run that is on. Gradio's own button carries it, so that its values change. */
 export function apply(settings) {
@@ -24,9 +25,15 @@ export function apply(settings) {
   document.querySelector("#sv-apply")?.click();
 }
 
+/** Show the settings of a run that is on already: nothing is sent to it. */
+export function show(settings) {
+  shown = settings;
+  apply(settings);
+}
+
 /** The controls' values with the settings that wait to be applied. */
 export function applied(values, schema) {
-  const running = window.specviz?.state?.metrics.run.status === "running";
+  const running = wanted !== shown && window.specviz?.state?.metrics.run.status === "running";
   for (const entry of running ? schema : []) {
     if (entry.live && Object.hasOwn(wanted, entry.name)) window.specviz.set(entry.name, wanted[entry.name]);
   }

@@ -31,6 +31,18 @@ export function read(values, schema) {
   return found;
 }
 
+/** The settings with which a run goes on, from its events so far; null before it has begun. */
+export function settingsOf(events) {
+  const start = events.find(({ kind }) => kind === "run_start");
+  if (!start) return null;
+  const { config, link, prompts = [] } = start;
+  const settings = { ...config, link: link.preset ? `emulated:${link.preset}` : link.kind };
+  // What a chat's template made of a prompt is not what was typed.
+  if (!config.chat && prompts.length === 1) settings.prompt = prompts[0].map(({ text }) => text).join("").trimStart();
+  for (const knob of events) if (knob.kind === "knob") settings[knob.name] = knob.new;
+  return settings;
+}
+
 const PREFIX = "sv.";
 
 /** The page's address with all settings in its query; other parameters stay. */

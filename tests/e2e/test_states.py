@@ -25,11 +25,14 @@ def test_a_reload_goes_on_with_the_run_and_its_controls(open_page, app):
     page.click("#sv-generate")
     wait_for_tokens(page, 5)
     run = page.evaluate("window.specviz.state.run")
+    page.fill("#sv-slots input[type=number]", "7")
+    page.wait_for_function(f"{KNOBS}.some(knob => knob.name === 'slots' && knob.new === 7)")
     page.reload()
     page.wait_for_function(f"window.specviz?.state.run === {run!r}")
     wait_for_tokens(page, 10)
     assert page.evaluate("window.specviz.state.metrics.lost") == 0 and mode(page) == "live"
-    # The controls are the run's again.
+    # The controls are the run's again, and stand where it has them.
+    page.wait_for_function("document.querySelector('#sv-slots input[type=range]').value === '7'")
     page.focus("#sv-k input[type=range]")
     page.keyboard.press("ArrowRight")
     page.wait_for_function(f"{KNOBS}.some(knob => knob.name === 'k')")
