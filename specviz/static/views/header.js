@@ -79,7 +79,7 @@ export function createHeader() {
     // The last second of a run that is over, often a short round, is no answer to how fast it was.
     const whole = ["finished", "stopped"].includes(run.status);
     const tokens = plural(acceptance.emitted, "token");
-    if (whole) tiles.rate.set(number(times.mean_rate), `over the whole run · ${tokens}`);
+    if (whole) tiles.rate.set(number(times.mean_rate), `whole run · ${tokens}`);
     else tiles.rate.set(number(times.rate), `mean ${number(times.mean_rate)} · ${tokens}`);
     const { mean_length: length, rate } = acceptance;
     tiles.length.set(number(length), length === null ? "no draft yet" : `${percent(rate)} of verified drafts accepted`);
