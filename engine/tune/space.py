@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import BATCH_LIMIT, K_LIMIT, draft_model_id
 from engine.errors import UsageError
 from engine.tune.memory import MemoryLimit
 from engine.tune.setting import SOURCES, Setting
 
-#: Drafts that are tried beside none, those first that take no memory.
-DRAFTS = ("sparse", "sparse-1", "self-int4", "self-int8")
+#: Drafts that are tried beside none, in the order in which they are measured: time may be short.
+DRAFTS = ("sparse", "self-int4", "sparse-1", "self-int8")
 BATCHES = (1, 2, 4, 8, 16)
 #: Draft lengths that are measured, and the one without prefetch; those between and beyond follow from curves.
 PROBED_K, PLAIN_K = (2, 8), 4
@@ -89,12 +89,20 @@ def settings(fixed: Fixed, memory: MemoryLimit) -> Iterator[Setting]:
 
 
 def probes(fixed: Fixed, memory: MemoryLimit) -> list[Setting]:
-    """The settings to measure, draft by draft: enough for a curve over whatever is not fixed."""
+    """The settings to measure, draft by draft: enough for a curve over whatever is not fixed.
+
+    All of a draft have the slots that its largest batch leaves, so that it is loaded once: loading takes as long as
+    measuring.
+    """
     allowed = list(settings(fixed, memory))
     largest: dict[str, int] = {}
     for setting in allowed:
         largest[setting.draft] = max(setting.batch, largest.get(setting.draft, 1))
-    return [s for s in allowed if s.batch in (1, largest[s.draft]) and _telling(s, fixed)]
+    return [
+        replace(s, slots=memory.slots(s.draft, largest[s.draft]))
+        for s in allowed
+        if s.batch in (1, largest[s.draft]) and _telling(s, fixed)
+    ]
 
 
 def _telling(setting: Setting, fixed: Fixed) -> bool:
