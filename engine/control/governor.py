@@ -101,7 +101,7 @@ class Governor:
         best = max(arms, key=lambda arm: rates[arm])
         if ending:
             # Nothing to learn for the next text from drafts that were cut short.
-            return best, False, f"{best} for the last tokens"
+            return best, False, f"{best}: few tokens are left to write"
         if self._favourite not in rates or rates[best] > HYSTERESIS * rates[self._favourite]:
             return best, False, self._move(best, rates)
         probe = self._probes.next(self._favourite, rates, seconds, self.cycle.familiarity)
