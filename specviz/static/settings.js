@@ -36,9 +36,9 @@ export function settingsOf(events) {
   const start = events.find(({ kind }) => kind === "run_start");
   if (!start) return null;
   const { config, link, prompts = [] } = start;
-  const settings = { ...config, link: link.preset ? `emulated:${link.preset}` : link.kind };
+  const settings = { ...config, sequences: Math.max(prompts.length, 1), link: link.preset ? `emulated:${link.preset}` : link.kind };
   // What a chat's template made of a prompt is not what was typed.
-  if (!config.chat && prompts.length === 1) settings.prompt = prompts[0].map(({ text }) => text).join("").trimStart();
+  if (!config.chat && prompts.length) settings.prompt = prompts[0].map(({ text }) => text).join("").trimStart();
   for (const knob of events) if (knob.kind === "knob") settings[knob.name] = knob.new;
   return settings;
 }

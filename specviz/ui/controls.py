@@ -10,6 +10,7 @@ from typing import Any
 
 import gradio as gr
 
+from engine.bench.prompts import many_prompts
 from engine.config import (
     DRAFTS,
     DTYPES,
@@ -22,6 +23,7 @@ from engine.config import (
     LinkConfig,
 )
 from engine.control.presets import PRESETS
+from engine.errors import UsageError
 from engine.serve.runs import RunSettings
 
 #: Openings by their kind of text.
@@ -47,6 +49,8 @@ DRAFT_LABELS = {
     "none": "none (plain decoding)",
 }
 LINK_KNOBS = ("link_gbps", "link_latency_us")
+#: Sequences of one run at most: with sixteen nearly every expert is wanted in every pass.
+MOST_SEQUENCES = 16
 #: A slider cannot be set finely over more steps than a screen has pixels; such knobs are number fields.
 SLIDER_STEPS = 5000
 
@@ -78,16 +82,17 @@ class Controls:
     draft: gr.Dropdown
     dtype: gr.Radio
     chat: gr.Checkbox
+    sequences: gr.Slider
     knobs: dict[str, KnobControl]
 
     @property
     def components(self) -> list[gr.components.Component]:
         knobs = [component for control in self.knobs.values() for component in control.components]
-        return [self.prompt, self.link, self.draft, self.dtype, self.chat, *knobs]
+        return [self.prompt, self.link, self.draft, self.dtype, self.chat, self.sequences, *knobs]
 
     def settings(self, values: Sequence[Any]) -> RunSettings:
         """What the page asks for. Raises UsageError for what is out of range."""
-        prompt, link, draft, dtype, chat, *rest = values
+        prompt, link, draft, dtype, chat, sequences, *rest = values
         chosen: dict[str, Any] = {}
         for name, control in self.knobs.items():
             count = len(control.components)
@@ -98,7 +103,7 @@ class Controls:
         live = {name: value for name, value in chosen.items() if KNOBS[name].live}
         request = {name: value for name, value in chosen.items() if not KNOBS[name].live}
         return RunSettings(
-            prompts=(prompt or "",),
+            prompts=with_others(prompt or "", int(sequences or 1)),
             engine=EngineConfig(
                 model=self.model,
                 dtype=dtype,
@@ -111,6 +116,14 @@ class Controls:
             generation=GenerationConfig(**request, chat=bool(chat), k=chosen["k"], k_max=chosen["k_max"]),
             knobs=live,
         )
+
+
+def with_others(prompt: str, count: int) -> tuple[str, ...]:
+    """`prompt` and further beginnings, `count` in all. Raises UsageError."""
+    if not 1 <= count <= MOST_SEQUENCES:
+        raise UsageError(f"{count} sequences at once are out of range: use 1 to {MOST_SEQUENCES}")
+    others = [other for other in many_prompts(count) if other != prompt]
+    return (prompt, *others[: count - 1])
 
 
 def _small_model(draft_model: str | None) -> list[tuple[str, str]]:
@@ -170,6 +183,10 @@ def create_controls(model: str, prompt: gr.Textbox, draft_model: str | None = No
         )  # fmt: skip
     with gr.Accordion("Experts", open=True):
         add("slots", "policy", "prefetch")
+        sequences = gr.Slider(
+            1, MOST_SEQUENCES, 1, step=1, label="Sequences at once · next run", elem_id="sv-sequences",
+            info="Further beginnings are written beside yours: an expert that was moved works for all of them.",
+        )  # fmt: skip
     with gr.Accordion("Link", open=True):
         link = gr.Dropdown(
             LINKS, value=DEFAULT_LINK, label="Slow tier · next run", elem_id="sv-link",
@@ -192,7 +209,7 @@ def create_controls(model: str, prompt: gr.Textbox, draft_model: str | None = No
     if missing:
         with gr.Accordion("More", open=False):
             add(*sorted(missing))
-    return Controls(model, prompt, link, draft, dtype, chat, {name: knobs[name] for name in KNOBS})
+    return Controls(model, prompt, link, draft, dtype, chat, sequences, {name: knobs[name] for name in KNOBS})
 
 
 def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:

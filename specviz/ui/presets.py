@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from specviz.ui.controls import CUSTOM_LINK, DEFAULT_LINK, Controls
+from specviz.ui.controls import CUSTOM_LINK, DEFAULT_LINK, MOST_SEQUENCES, Controls
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,26 @@ PRESETS = (
     Preset(
         "hiding", "What prefetch hides",
         "The draft tells which experts come; they cross the link while it still computes.",
-        {"link": DEFAULT_LINK, "draft": "self-int4", "k": 4, "prefetch": "draft", "policy": "lookahead", "slots": 4},
+        {"link": DEFAULT_LINK, "draft": "self-int4", "k": 4, "prefetch": "draft", "policy": "lookahead", "slots": 4,
+         "sequences": 1},
     ),
     Preset(
         "stalls", "Why a miss stalls",
         "No draft and no prefetch on a slow link: every missed expert is waited for.",
-        {"link": "emulated:mixtral-a30", "draft": "none", "k": 0, "prefetch": "none", "policy": "lru", "slots": 2},
+        {"link": "emulated:mixtral-a30", "draft": "none", "k": 0, "prefetch": "none", "policy": "lru", "slots": 2,
+         "sequences": 1},
     ),
     Preset(
         "loss", "When it does not pay",
         "A poor draft (one resident expert a token) guesses eight tokens, the disk is fast: measured, half as fast.",
-        {"link": "disk", "draft": "sparse-1", "k": 8, "prefetch": "none", "policy": "lookahead", "slots": 4},
+        {"link": "disk", "draft": "sparse-1", "k": 8, "prefetch": "none", "policy": "lookahead", "slots": 4,
+         "sequences": 1},
     ),
     Preset(
         "governor", "Let the governor decide",
         "Draft length and prefetch are chosen each round by what was measured.",
         {"link": "emulated:qwen3-30b-4090", "draft": "self-int4", "k": "auto", "k_max": 16, "prefetch": "auto",
-         "policy": "lookahead", "slots": 4},
+         "policy": "lookahead", "slots": 4, "sequences": 1},
     ),
 )  # fmt: skip
 
@@ -56,6 +59,7 @@ def schema(controls: Controls) -> list[dict[str, Any]]:
         {"name": "draft", "kind": "choice", "choices": [value for _, value in controls.draft.choices]},
         {"name": "dtype", "kind": "choice", "choices": [value for _, value in controls.dtype.choices]},
         {"name": "chat", "kind": "bool"},
+        {"name": "sequences", "kind": "number", "min": 1, "max": MOST_SEQUENCES, "whole": True},
     ]
     for name, control in controls.knobs.items():
         knob = control.knob

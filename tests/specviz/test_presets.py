@@ -107,6 +107,7 @@ def assert_taken(controls, settings: dict) -> None:
         if name in settings:
             assert chosen.knobs[name] == settings[name]
     assert chosen.engine.draft == settings.get("draft", chosen.engine.draft)
+    assert len(set(chosen.prompts)) == settings["sequences"]
 
 
 def test_a_link_brings_everything_back(controls):

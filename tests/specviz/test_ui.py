@@ -137,6 +137,19 @@ def test_changed_controls_reach_the_engine(controls):
     assert {value for _, value in controls.link.choices} == {"disk", "emulated", *(f"emulated:{n}" for n in PRESETS)}
 
 
+@pytest.mark.parametrize("prompt", ["Tom had a red kite.", "Something else"])
+def test_further_sequences_get_beginnings_of_their_own(controls, prompt):
+    values = values_of(controls)
+    set_value(controls, values, controls.prompt, prompt)
+    for count in (1, 2, 16):
+        set_value(controls, values, controls.sequences, count)
+        prompts = controls.settings(values).prompts
+        assert prompts[0] == prompt and len(prompts) == len(set(prompts)) == count
+    set_value(controls, values, controls.sequences, 17)
+    with pytest.raises(UsageError, match="use 1 to 16"):
+        controls.settings(values)
+
+
 @pytest.mark.parametrize(("name", "value"), [("slots", 0), ("seed", 1.5), ("policy", "best"), ("top_p", None)])
 def test_values_that_no_control_can_hold_are_refused(controls, name, value):
     values = values_of(controls)

@@ -42,7 +42,7 @@ export function createSpeed({ state, plotter, selection, wake }) {
   }));
   panel.body.append(plot.node, legend([["sv-mark-rate", "last second"], ["sv-mark-mean", "whole run"], ["sv-mark-link", "measured without a draft, where there is one"], ["sv-lane-knob", "a knob took effect"]]), el("h4", { text: "Where the decoding time goes" }), bar, shares);
 
-  function draw({ time, governor, facts, acceptance }) {
+  function draw({ time, governor, facts, acceptance, run }) {
     for (const [name] of PARTS) {
       const share = time.decode_ns ? time[`${name}_ns`] / time.decode_ns : 0;
       parts[name].style.flexGrow = String(Math.max(0, share));
@@ -50,7 +50,7 @@ export function createSpeed({ state, plotter, selection, wake }) {
     }
     bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
     baseline = acceptance.drafted ? state.baselines.find(facts, promptText(state.scene)) : null;
-    panel.say(sentence(time) + (baseline && time.mean_rate
+    panel.say(sentence(time, run.sequences) + (baseline && time.mean_rate
       ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest, state.mode !== "recording")));
     plot.invalidate();
   }
@@ -96,9 +96,10 @@ function verdict(time, latest, live) {
   return ` ${said}: ${number(drafting)} tokens/s with k = ${latest.k}, ${number(plain)} without a draft (k = 0).${live ? " “Measure the baseline” makes sure." : ""}`;
 }
 
-function sentence(time) {
+function sentence(time, sequences) {
   if (!time.decode_ns) return "Speed shows with the first round.";
   const [name, ns] = [["drafting", time.draft_ns], ["verifying", time.verify_ns], ["waiting for experts", time.stall_ns]]
     .reduce((most, item) => (item[1] > most[1] ? item : most));
-  return `${number(time.rate)} tokens/s in the last second, ${number(time.mean_rate)} over the run; most time went into ${name} (${percent(ns / time.decode_ns)}).`;
+  const all = sequences > 1 ? `${sequences} sequences together: ` : "";
+  return `${all}${number(time.rate)} tokens/s in the last second, ${number(time.mean_rate)} over the run; most time went into ${name} (${percent(ns / time.decode_ns)}).`;
 }
