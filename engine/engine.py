@@ -210,6 +210,7 @@ class Engine:
             self.slow_memory,
             run.drafter.drafts,
             max(sequence.remaining for sequence in run.batch.sequences) - 1,
+            len(run.batch.sequences),
         )
         if knobs["prefetch"] == "auto" and source == "auto":
             self._prefetch_by("draft" if choice.prefetch else "none")

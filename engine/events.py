@@ -239,7 +239,7 @@ class KnobChange(Event):
 
 @dataclass(frozen=True)
 class GovernorChoice(Event):
-    """Why this draft length. The lists are indexed by k from 0 to k_max.
+    """Why this draft length. The lists are indexed by k from 0 to k_max; tokens are those of all sequences of a batch.
 
     `auto` is false when a person fixed k (the predictions are still made). `expected_tokens[k]` and
     `predicted_seconds[k]` give `predicted_rate[k]`, in tokens/s. `prefetch`: whether the draft's routes start

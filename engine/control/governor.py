@@ -21,7 +21,10 @@ PLAIN = Arm(0, False)
 
 @dataclass(frozen=True)
 class Choice:
-    """A draft length, and whether to prefetch, with the predictions for it and for every other k, from 0."""
+    """A draft length, and whether to prefetch, with the predictions for it and for every other k, from 0.
+
+    Tokens are those of all sequences of the batch.
+    """
 
     k: int
     prefetch: bool
@@ -48,15 +51,22 @@ class Governor:
         self._probes = Probes()
 
     def choose(
-        self, k: int | str, k_max: int, prefetch: str, memory: Memory, can_draft: bool, room: int | None = None
+        self,
+        k: int | str,
+        k_max: int,
+        prefetch: str,
+        memory: Memory,
+        can_draft: bool,
+        room: int | None = None,
+        sequences: int = 1,
     ) -> Choice:
         """The next round's draft length and prefetching.
 
         `k` is a fixed one or "auto"; `prefetch` is "auto", "draft", or anything else for none by the draft. No sequence
-        can take more than `room` draft tokens any more (None: that is far off).
+        can take more than `room` draft tokens any more (None: that is far off). Tokens are those of all `sequences`.
         """
         every_k = range(1 + (k_max if k == "auto" else max(k_max, int(k))))
-        tokens = self.acceptance.expected_tokens(every_k[-1])
+        tokens = [sequences * each for each in self.acceptance.expected_tokens(every_k[-1])]
         sides = (False, True) if prefetch == "auto" else (prefetch == "draft",)
         curves = {side: self.cycle.seconds(every_k, side, memory) for side in sides}
         ending = room is not None and room < k_max

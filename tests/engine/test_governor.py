@@ -257,3 +257,18 @@ def test_a_cold_cache_is_not_held_against_the_draft_that_met_it():
         model.observe(warm.play(arm, draw), warm.memory)
     assert model.seconds([8], False, warm.memory)[0] == pytest.approx(before, rel=0.03)
     assert loads > model.loads.missing(9) * warm.transfer
+
+
+def test_a_batch_promises_the_tokens_of_all_its_sequences():
+    """Else a probe of a batch of 16 would bring 16 times what was promised, and always be a surprise."""
+    alone, together = Governor(K_MAX, EXPERTS, TOP_K), Governor(K_MAX, EXPERTS, TOP_K)
+    draws = random.Random(3), random.Random(3)
+    for _ in range(200):
+        one = alone.choose("auto", K_MAX, "auto", USUAL.memory, True)
+        all_of_them = together.choose("auto", K_MAX, "auto", USUAL.memory, True, None, 16)
+        assert (all_of_them.k, all_of_them.prefetch, all_of_them.probing) == (one.k, one.prefetch, one.probing)
+        assert all_of_them.rate == pytest.approx([16 * rate for rate in one.rate])
+        arm = Arm(one.k, one.prefetch)
+        alone.observe(USUAL.play(arm, draws[0]), USUAL.memory)
+        seen = USUAL.play(arm, draws[1])
+        together.observe(replace(seen, tokens=16 * seen.tokens), USUAL.memory)

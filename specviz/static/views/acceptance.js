@@ -63,15 +63,20 @@ function chosenLengths(what, scene) {
 /** Bars of one colour, those that are chosen with a frame. */
 const framed = (colour, held, looks) => ({ color: colour, line: { color: looks.focus, width: held.map((yes) => (yes ? 3 : 0)) } });
 
+/** Width of a digit on a bar, in pixels. */
+const DIGIT = 6.5;
+
 function positionFigure({ by_position: rows }, looks, width, chosen) {
-  // Narrow bars have no room for the letter.
-  const label = (width - 70) / Math.max(4, rows.length) < 36 ? "" : "n ";
+  // Narrow bars have no room for the letter, and still narrower ones only for every second or third number.
+  const room = (width - 70) / Math.max(4, rows.length);
+  const label = room < 36 ? "" : "n ";
+  const every = label ? 1 : Math.ceil((DIGIT * String(rows[0]?.verified ?? 0).length + DIGIT) / room);
   return {
     data: [{
       type: "bar",
       x: rows.map((_, i) => i + 1),
       y: rows.map((row) => row.rate * 100),
-      text: rows.map((row) => `${label}${row.verified}`),
+      text: rows.map((row, i) => (i % every ? "" : `${label}${row.verified}`)),
       textposition: "outside",
       textfont: { size: 11 },
       textangle: 0,
