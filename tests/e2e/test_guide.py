@@ -74,3 +74,20 @@ def test_a_tour_step_moves_the_live_knobs_of_a_run(open_page, app):
     page.click("#sv-stop")
     assert wait_for_status(page, "stopped", "finished")
     assert page.evaluate(f"{RUN}.error") is None
+
+
+def test_several_sequences_are_written_at_once(open_page, app):
+    page = open_page()
+    box = page.locator("#sv-sequences input[type=number]")
+    box.fill("3")
+    box.press("Tab")
+    page.wait_for_function("document.querySelector('#sv-sequences input[type=range]').value === '3'")
+    page.click("#sv-generate")
+    wait_for_tokens(page, 6)
+    page.wait_for_function("document.querySelectorAll('.sv-panel-tokens .sv-sequence').length === 3")
+    page.wait_for_function(
+        "document.querySelector('.sv-panel-speed .sv-sentence').textContent.startsWith('3 sequences together')"
+    )
+    page.click("#sv-stop")
+    assert wait_for_status(page, "stopped", "finished")
+    assert page.evaluate(f"{RUN}.sequences") == 3
