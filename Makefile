@@ -3,6 +3,8 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 7860
+# Test files at a time: those in a browser mostly wait.
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ demo: $(READY)  ## open the dashboard at http://127.0.0.1:7860 (HOST=... PORT=..
 test: $(DEV_READY)  ## run all tests; those that drive a browser need Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 		|| echo "No Chromium here: the end-to-end tests will be skipped (apt-get install chromium)."
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(DEV_READY)  ## lint, formatting (Python and C++) and types
 	$(BIN)/ruff check .
