@@ -3,7 +3,7 @@
 PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 7860
-# Test files at a time: those in a browser mostly wait.
+# Test files at a time; those that watch the whole page in a browser have the machine for themselves, and another try.
 JOBS ?= 2
 
 VENV := .venv
@@ -33,7 +33,8 @@ demo: $(READY)  ## open the dashboard at http://127.0.0.1:7860 (HOST=... PORT=..
 test: $(DEV_READY)  ## run all tests; those that drive a browser need Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 		|| echo "No Chromium here: the end-to-end tests will be skipped (apt-get install chromium)."
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore=tests/e2e
+	$(BIN)/python -m pytest tests/e2e --reruns 2 --tb=native
 
 check: $(DEV_READY)  ## lint, formatting (Python and C++) and types
 	$(BIN)/ruff check .
