@@ -86,7 +86,7 @@ def open_page(browser, app) -> Iterator[Callable]:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: foreign.append(request.url) if _is_foreign(request.url) else None)
         # Gradio itself complains of its own streams when a page that has some is left.
         own = GRADIO_WHEN_LEFT if reloads else ()

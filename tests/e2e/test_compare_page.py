@@ -44,7 +44,7 @@ def test_a_against_b_then_the_baseline_beside_the_draft(open_page, app):
     page.click("#sv-generate")
     wait_for_tokens(page, 10)
     wait_for_status(page, "finished")
-    wait_for_words(page, "speed", "Measured:")
+    wait_for_words(page, "speed", "measured:")
     assert "instead of" in say(page, "speed")
     # And the baseline of its own button has the same memory.
     page.click("#sv-baseline")
