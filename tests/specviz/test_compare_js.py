@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from node import GOLDEN, STATIC, javascript, needs_node
 
-ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "specviz" / "static"
-GOLDEN = ROOT / "tests" / "golden"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+pytestmark = needs_node
 
 START = """
 import { readFileSync } from "node:fs";
@@ -33,10 +27,7 @@ const say = (value) => console.log(JSON.stringify(value));
 
 
 def run(script: str):
-    command = [NODE, "--input-type=module", "-", str(STATIC), str(GOLDEN)]
-    done = subprocess.run(command, input=START + script, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(javascript(START + script, STATIC, GOLDEN))
 
 
 @pytest.mark.parametrize("name", ["draft4", "plain"])

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from node import GOLDEN, STATIC, javascript, needs_node
 
-ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "specviz" / "static"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+pytestmark = needs_node
 
 # A clock and a websocket that the test moves by hand.
 WORLD = """
@@ -60,11 +55,7 @@ const batch = (from, to, lost = 0) => ({
 
 
 def run(script: str, world: str = WORLD) -> dict:
-    command = [NODE, "--input-type=module", "-", str(STATIC), str(ROOT / "tests" / "golden")]
-    source = world + script
-    done = subprocess.run(command, input=source, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(javascript(world + script, STATIC, GOLDEN))
 
 
 def test_live_socket_says_hello_and_resumes_where_it_was():

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from node import STATIC, javascript, needs_node
 
-ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "specviz" / "static"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+pytestmark = needs_node
 
 MODEL = {"moe_layers": 2, "experts": 4, "top_k": 2, "hidden": 8, "vocab": 10, "expert_bytes": 400, "dtype": "float32"}
 MACHINE = {"device": "cpu", "roofs": {"tflops": 0.001, "memory_gbps": 2.0, "read_bytes": 128}}
@@ -46,10 +41,7 @@ def report(events: list[dict]) -> dict | None:
     for (const event of JSON.parse(process.argv[3])) phases.add(event);
     console.log(JSON.stringify(phases.report()));
     """
-    command = [NODE, "--input-type=module", "-", str(STATIC), json.dumps(events)]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(javascript(script, STATIC, json.dumps(events)))
 
 
 def test_each_phase_by_hand():

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import gradio as gr
 import pytest
+from node import STATIC, javascript, needs_node
 
 from engine.config import EMBEDDED_MODEL
 from specviz.ui.controls import create_controls, create_prompt
 from specviz.ui.presets import PRESETS, schema
 from specviz.whatif import simulate
 
-STATIC = Path(__file__).parents[2] / "specviz" / "static"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+pytestmark = needs_node
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +30,7 @@ def run(script: str, **given):
     const { values, known, settings, address } = JSON.parse(given);
     const say = (value) => console.log(JSON.stringify(value));
     """
-    command = [NODE, "--input-type=module", "-", str(STATIC), json.dumps(given)]
-    done = subprocess.run(command, input=start + script, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(javascript(start + script, STATIC, json.dumps(given)))
 
 
 def values_of(controls) -> list:

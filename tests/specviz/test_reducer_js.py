@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from node import GOLDEN, STATIC, javascript, needs_node
 
 from specviz.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
-NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+pytestmark = needs_node
 
 SCRIPT = """
 import { readFileSync } from "node:fs";
@@ -30,13 +25,6 @@ lines.forEach((line, i) => {
 """
 
 
-def javascript(script: str, *arguments: str | Path) -> str:
-    command = [NODE, "--input-type=module", "-", *map(str, arguments)]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.ndjson")), ids=lambda path: path.stem)
 def test_same_figures(path):
     every = 25
@@ -46,7 +34,7 @@ def test_same_figures(path):
         metrics.add(json.loads(line))
         if (i + 1) % every == 0 or i == len(lines) - 1:
             ours.append(json.loads(json.dumps(metrics.to_json())))
-    output = javascript(SCRIPT, ROOT / "specviz" / "static" / "reducer.js", path, str(every))
+    output = javascript(SCRIPT, STATIC / "reducer.js", path, str(every))
     theirs = [json.loads(line) for line in output.splitlines()]
     assert theirs == ours
 
@@ -60,7 +48,7 @@ def test_same_limits():
     const parts = await Promise.all(["overlap", "reducers", "experts"].map((name) => import(`file://${base}/${name}.js`)));
     console.log(JSON.stringify(Object.assign({}, ...parts)));
     """
-    limits = json.loads(javascript(script, ROOT / "specviz" / "static"))
+    limits = json.loads(javascript(script, STATIC))
     for module in (experts, overlap, reducers):
         for name in ("BUSY_LIMIT", "WINDOW_ROUNDS", "WINDOW_NS", "SERIES_LIMIT", "POINTS_LIMIT", "HEAT_KEEP"):
             if hasattr(module, name):

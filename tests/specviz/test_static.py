@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from node import STATIC, javascript, needs_node
 
-STATIC = Path(__file__).parents[2] / "specviz" / "static"
 SCRIPTS = sorted(STATIC.rglob("*.js"))
 STYLES = sorted(STATIC.glob("*.css"))
-NODE = shutil.which("node")
 
 
 def code(path: Path) -> str:
@@ -40,13 +37,11 @@ def test_heights_do_not_depend_on_the_window(path):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-@pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
+@needs_node
 def test_scripts_are_modules_that_parse(path):
     script = "import { SourceTextModule } from 'node:vm'; import { readFileSync } from 'node:fs';"
     script += "new SourceTextModule(readFileSync(process.argv[2], 'utf-8'));"
-    command = [NODE, "--experimental-vm-modules", "--no-warnings", "--input-type=module", "-", str(path)]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    javascript(script, path, flags=("--experimental-vm-modules", "--no-warnings"))
 
 
 def colours(dark: bool) -> dict[str, str]:
