@@ -11,7 +11,7 @@ from typing import Any
 from engine.bench.belady import RequestLog, belady_loads
 from engine.bench.contenders import COLUMNS, Contender, contender_row, measure_all, pinned_link
 from engine.bench.prompts import PROMPTS
-from engine.bench.random_model import RANDOM_MODEL, random_model
+from engine.bench.random_model import with_random_model
 from engine.bench.table import at_most, format_bars, format_columns, format_neighbours
 from engine.bench.wrong_ways import corrupted_predictions, separate_kv, timing
 from engine.config import EngineConfig, GenerationConfig
@@ -38,8 +38,7 @@ def ablations_suite(
     `ratio` is to the engine as it is. The cache has the same size in every row; what a row needs besides shows in
     its memory. `eviction` counts loads of whole runs, prefill and all, and the least that any policy could do with.
     """
-    if config.model == RANDOM_MODEL:
-        config = dataclasses.replace(config, model=str(random_model(say)))
+    config = with_random_model(config, say)
     neighbours = Neighbours()
     engine = Engine.load(dataclasses.replace(config, draft="none"))
     try:

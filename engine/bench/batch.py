@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.bench.batch_run import BatchRun, batch_row, format_batch_rows, run_batch
-from engine.bench.contenders import Contender, pinned_link
+from engine.bench.contenders import Contender, same_link
 from engine.bench.memory_split import split_memory
 from engine.bench.prompts import many_prompts
-from engine.bench.random_model import RANDOM_MODEL, random_model
+from engine.bench.random_model import with_random_model
 from engine.bench.table import at_least, at_most, format_bars, format_columns, format_neighbours
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
-from engine.report import link_info, machine_info
+from engine.report import machine_info
 
 Say = Callable[[str], None]
 
@@ -44,11 +44,10 @@ def batch_suite(config: EngineConfig, batch: int, max_new_tokens: int, repeats: 
     the cache in all batches, so that the link never waits for a request. Which draft and k, a trial decides; one
     prompt at a time runs ALONE_PROMPTS of them, with speculation or without, as the trial found faster.
     """
-    if config.model == RANDOM_MODEL:
-        config = dataclasses.replace(config, model=str(random_model(say)))
+    config = with_random_model(config, say)
     neighbours = Neighbours()
     prompts = many_prompts(batch)
-    config, link = _same_link(config)
+    config, link = same_link(config)
     drafts = [(draft, k) for draft in TRIAL_DRAFTS for k in TRIAL_K]
     trials = _try_drafts(config, prompts, drafts, OURS, say)
     ours = _best(trials)
@@ -78,15 +77,6 @@ def batch_suite(config: EngineConfig, batch: int, max_new_tokens: int, repeats: 
         "rows": rows,
         "bars": _bars(config, runs, rows),
     }
-
-
-def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
-    """(the configuration with one pace for all, the link in words)."""
-    engine = Engine.load(dataclasses.replace(config, draft="none"))
-    try:
-        return pinned_link(engine), link_info(engine)
-    finally:
-        engine.close()
 
 
 def _contender(config: EngineConfig, name: str, draft: str | None, k: int) -> Contender:

@@ -15,6 +15,7 @@ from engine.bench.table import format_columns
 from engine.config import K_LIMIT, EngineConfig, GenerationConfig, KnobBlock, LinkConfig
 from engine.engine import Engine
 from engine.offload.emulated import EmulatedLink
+from engine.report import link_info
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ def pinned_link(engine: Engine) -> EngineConfig:
     if not isinstance(link, EmulatedLink):
         return engine.config
     return dataclasses.replace(engine.config, link=LinkConfig("emulated", gbps=link.gbps, latency_us=link.latency_us))
+
+
+def same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
+    """(the configuration with one pace for all, the link in words)."""
+    engine = Engine.load(dataclasses.replace(config, draft="none"))
+    try:
+        return pinned_link(engine), link_info(engine)
+    finally:
+        engine.close()
 
 
 def measure(contender: Contender, options: GenerationConfig) -> list[dict[str, Any]]:

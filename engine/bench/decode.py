@@ -12,7 +12,7 @@ import torch
 from engine.bench.contenders import Contender, contender_row, format_rows, measure, pinned_link
 from engine.bench.kernels_decode import format_kernels_decode, kernels_decode
 from engine.bench.prompts import PROMPTS
-from engine.bench.random_model import RANDOM_MODEL, random_model
+from engine.bench.random_model import with_random_model
 from engine.bench.table import at_most, format_bars, format_neighbours
 from engine.config import CacheBudget, EngineConfig, GenerationConfig
 from engine.engine import Engine
@@ -35,10 +35,9 @@ def decode_suite(
     """What speculation and prefetching bring to decoding at batch 1 and temperature 0, and what the kernels add.
 
     The two `tables` are `rows` ("memory": offloaded, at equal memory) and `kernel_rows` ("kernels": all resident).
-    One that was not asked for is empty. The model RANDOM_MODEL is written on its first use.
+    One that was not asked for is empty. The random model is written on its first use.
     """
-    if config.model == RANDOM_MODEL:
-        config = dataclasses.replace(config, model=str(random_model(say)))
+    config = with_random_model(config, say)
     neighbours = Neighbours()
     link: dict[str, Any] | None = None
     rows: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine import events
 from engine.bench.prompts import PROMPTS
-from engine.bench.random_model import RANDOM_MODEL, random_model
+from engine.bench.random_model import with_random_model
 from engine.bench.table import at_least, at_most, format_bars, format_columns, format_neighbours
 from engine.config import EMBEDDED_MODEL, K_LIMIT, CacheBudget, EngineConfig, GenerationConfig, KnobBlock, LinkConfig
 from engine.control.governor import Governor
@@ -94,7 +94,7 @@ def governor_suite(
     all prompts `repeats` times. They take turns run by run, with the same memory: one engine, whose cache is
     emptied before each run. Raises UsageError when no workload is left.
     """
-    model = str(random_model(say)) if config.model == RANDOM_MODEL else config.model
+    model = with_random_model(config, say).model
     chosen = [workload for workload in workloads(model) if only in workload.name]
     if not chosen:
         names = "; ".join(workload.name for workload in workloads(model))

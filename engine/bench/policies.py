@@ -7,17 +7,17 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from engine.bench.contenders import Contender, contender_row, format_rows, measure_all, pinned_link
+from engine.bench.contenders import Contender, contender_row, format_rows, measure_all, same_link
 from engine.bench.memory_split import Split, split_memory
 from engine.bench.prompts import PROMPTS
-from engine.bench.random_model import RANDOM_MODEL, random_model
+from engine.bench.random_model import with_random_model
 from engine.bench.table import at_least, at_most, format_bars, format_columns, format_neighbours
 from engine.bench.transformers_decode import Outcome, run_disk_offload
 from engine.config import DRAFTS, K_LIMIT, CacheBudget, EngineConfig, GenerationConfig
 from engine.engine import Engine
 from engine.kernels.native import Native, native
 from engine.machine import Neighbours
-from engine.report import link_info, machine_info
+from engine.report import machine_info
 from engine.speculation.drafters import self_draft_bits, sparse_experts
 
 OURS = "speculation and prefetch"
@@ -43,10 +43,9 @@ def policies_suite(
     Draft and cache together hold LIMIT of the experts' bytes. Which draft, and how long, a trial decides: more bits
     are accepted more often and leave fewer slots. All contenders run in turn in one process.
     """
-    if config.model == RANDOM_MODEL:
-        config = dataclasses.replace(config, model=str(random_model(say)))
+    config = with_random_model(config, say)
     neighbours = Neighbours()
-    config, link = _same_link(config)
+    config, link = same_link(config)
     trials = try_drafts(config, say)
     chosen = max(trials, key=lambda trial: trial["tokens_per_s"])
     contenders = _contenders(config, chosen)
@@ -73,15 +72,6 @@ def policies_suite(
         "rows": rows,
         "bars": _bars(results, rows, split_memory(config, chosen["draft"], LIMIT)),
     }
-
-
-def _same_link(config: EngineConfig) -> tuple[EngineConfig, dict[str, Any]]:
-    """(the configuration with one pace for all, the link in words)."""
-    engine = Engine.load(dataclasses.replace(config, draft="none"))
-    try:
-        return pinned_link(engine), link_info(engine)
-    finally:
-        engine.close()
 
 
 def try_drafts(config: EngineConfig, say: Callable[[str], None]) -> list[dict[str, Any]]:

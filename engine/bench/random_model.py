@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig
 
-from engine.config import EMBEDDED_MODEL, cache_directory
+from engine.config import EMBEDDED_MODEL, EngineConfig, cache_directory
 from engine.model.new_checkpoint import SHARD, new_checkpoint
 
 #: What `--model` calls it.
@@ -43,6 +44,11 @@ def random_config() -> MixtralConfig:
         eos_token_id=0,
         pad_token_id=0,
     )
+
+
+def with_random_model(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
+    """The configuration with the directory of RANDOM_MODEL, if that is its model. Raises as `random_model`."""
+    return replace(config, model=str(random_model(say))) if config.model == RANDOM_MODEL else config
 
 
 def random_model(say: Callable[[str], None]) -> Path:

@@ -69,12 +69,12 @@ class Governor:
         tokens = [sequences * each for each in self.acceptance.expected_tokens(every_k[-1])]
         sides = (False, True) if prefetch == "auto" else (prefetch == "draft",)
         curves = {side: self.cycle.seconds(every_k, side, memory) for side in sides}
-        ending = room is not None and room < k_max
-        ks = range((room if room is not None and ending else k_max) + 1) if k == "auto" else (int(k),)
+        longest = k_max if room is None else min(room, k_max)
+        ks = range(longest + 1) if k == "auto" else (int(k),)
         arms = [Arm(n, side and n > 0) for side in sides for n in ks] if can_draft else [PLAIN]
         seconds = {arm: curves[arm.prefetch or sides[0]][arm.k] for arm in arms}
         rates = {arm: rate(tokens[arm.k], seconds[arm]) for arm in seconds}
-        arm, probing, reason = self._pick(rates, seconds, ending)
+        arm, probing, reason = self._pick(rates, seconds, ending=longest < k_max)
         if not can_draft:
             reason = "no drafter: plain decoding"
         elif k != "auto":
