@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,9 +50,9 @@ class Observer:
         self.seen.append((layer, rows))
 
 
-@pytest.fixture
-def cache(make_checkpoint, witness) -> Iterator[ExpertCache]:
-    source = ExpertSource(make_checkpoint(torch.float32).table, direct=False)
+@contextmanager
+def opened(source: ExpertSource | AlikeSource, witness=None) -> Iterator[ExpertCache]:
+    """A cache over `source` in which experts 1 and 2 of layer 0 are resident."""
     cache = ExpertCache(source.table, 2, torch.float32, DiskLink(source), "lru", witness)
     for lease in cache.stream(0, [1, 2]):
         assert lease.expert in (1, 2)
@@ -59,6 +60,12 @@ def cache(make_checkpoint, witness) -> Iterator[ExpertCache]:
     cache.close()
     cache.link.close()
     source.close()
+
+
+@pytest.fixture
+def cache(make_checkpoint, witness) -> Iterator[ExpertCache]:
+    with opened(ExpertSource(make_checkpoint(torch.float32).table, direct=False), witness) as cache:
+        yield cache
 
 
 def weights_of(cache: ExpertCache, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,13 +203,8 @@ class AlikeSource:
 def alike(make_checkpoint) -> Iterator[ExpertCache]:
     """Experts 1 and 2 of four that are nearly the same."""
     source = AlikeSource(ExpertSource(make_checkpoint(torch.float32).table, direct=False), 0.998)
-    cache = ExpertCache(source.table, 2, torch.float32, DiskLink(source), "lru")
-    for lease in cache.stream(0, [1, 2]):
-        assert lease.expert in (1, 2)
-    yield cache
-    cache.close()
-    cache.link.close()
-    source.close()
+    with opened(source) as cache:
+        yield cache
 
 
 @pytest.mark.parametrize("most", (1, 2))
