@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.bench.contenders import pinned_link
-from engine.bench.roof import Roof, give_memory_back, stream_bytes
 from engine.config import K_LIMIT, CacheBudget, EngineConfig, LinkConfig
 from engine.engine import Engine
 from engine.errors import UsageError
-from engine.kernels.native import Native, native
 from engine.report import link_info, machine_info, model_info
 from engine.tune.family import Shape
 from engine.tune.memory import MemoryLimit
@@ -55,27 +53,14 @@ def open_ground(config: EngineConfig, budget: CacheBudget, tokens: int = PROMPT_
         table = engine.loaded.source.table
         lane = "disk" if config.link.kind == "disk" else "link"
         shape = Shape(table.layers, table.experts, engine.top_k, lane)
-        kv = engine.kv_bytes_per_token
+        kv, memory_gbps = engine.kv_bytes_per_token, engine.roofs["memory_gbps"]
         about = {"machine": machine_info(), "model": model_info(engine), "link": link_info(engine)}
     finally:
         engine.close()
         del engine
         gc.collect()
     memory = MemoryLimit(pinned, budget, kv, tokens + K_LIMIT + 2)
-    return Ground(pinned, memory, shape, about, _memory_gbps())
-
-
-def _memory_gbps() -> float:
-    """GB/s at which the kernels read memory; 0 where there are no kernels."""
-    found = native()
-    if not isinstance(found, Native):
-        return 0.0
-    roof = Roof(found, stream_bytes())
-    roof.sample()
-    streamed = roof.streamed
-    del roof
-    give_memory_back()
-    return streamed
+    return Ground(pinned, memory, shape, about, memory_gbps)
 
 
 def measure(
