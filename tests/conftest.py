@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +42,12 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["SPECVIZ_CACHE"]
     else:
         os.environ["SPECVIZ_CACHE"] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_earlier_garbage() -> None:
+    """Before each file: Gradio leaves event loops in cycles, and a test that counts open files must not see them go."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -50,9 +50,14 @@ def raising(error: BaseException) -> Callable[[], None]:
     return fault
 
 
-def descriptors() -> int:
-    """Open file descriptors of this process; 0 where nobody tells."""
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+def descriptors() -> dict[str, str]:
+    """What each open file descriptor of this process refers to; empty where nobody tells."""
+    targets = {}
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        # The listing's own is closed by now, and others may be.
+        with suppress(OSError):
+            targets[number] = os.readlink(f"/proc/self/fd/{number}")
+    return targets
 
 
 def tensors() -> int:
@@ -70,7 +75,7 @@ def nothing_left() -> Iterator[None]:
     while (threading.active_count(), descriptors()) != (threads, files) and time.monotonic() < deadline:
         time.sleep(0.005)
     assert threading.active_count() == threads, [thread.name for thread in threading.enumerate()]
-    assert descriptors() == files
+    assert descriptors() == files, "a file was left open (or closed that was open before)"
 
 
 def check_idle(engine: Engine) -> None:
