@@ -91,6 +91,28 @@ struct AttentionArgs {
     float scale;
 };
 
+// What a projection made of new rows, on its way to attention: queries and keys are normed where there are weights for
+// it and rotated (RoFormer, arXiv 2104.09864, as halves), then queries go to `q`, keys and values to the cache.
+struct PlaceArgs {
+    Type type;           // of everything
+    void* projected;     // (batch, rows, (heads + 2 · kv_heads) · dim): queries, keys, values; overwritten
+    const void* q_norm;  // (q_norm_size): dim for each head alone, heads · dim for all of them; null: no norm
+    const void* k_norm;
+    int64_t q_norm_size, k_norm_size;
+    float eps;
+    const void* cos;  // (batch, rows, rotary): features beyond the first `rotary` of a head are not rotated
+    const void* sin;
+    int64_t rotary, angles_batch;  // angles_batch: from one sequence's angles to the next, 0 if they share them
+    void* q;                       // (batch, rows, heads, dim)
+    void* k;
+    int64_t k_slot, k_head, k_row;
+    void* v;
+    int64_t v_slot, v_head, v_row;
+    const int64_t* slots;   // (batch)
+    const int64_t* starts;  // (batch)
+    int64_t batch, heads, kv_heads, rows, dim;
+};
+
 // One implementation of everything.
 struct Kernels {
     const char* name;
@@ -98,6 +120,7 @@ struct Kernels {
     void (*experts)(const ExpertsArgs&);
     void (*combine)(const CombineArgs&);
     void (*norm)(const NormArgs&);
+    void (*place)(const PlaceArgs&);
     void (*attention)(const AttentionArgs&);
 };
 

@@ -235,40 +235,47 @@ Tensor quantized_moe(const Tensor& x, const Tensor& gate_up, const Tensor& gate_
     return out;
 }
 
-// q (batch, heads, rows, dim) and caches (slots, kv_heads, length, dim), any strides but contiguous rows.
-Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& slots,
-                         const Tensor& starts, double scale, int64_t window, const std::optional<Tensor>& sinks) {
-    const char* op = "chunked_attention";
-    REQUIRE(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
-            "query, key and value must be (batch or slots, heads, rows, dim)");
-    const auto type = type_of(op, "query", query);
-    REQUIRE(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
-            "query, key and value must have one dtype");
-    REQUIRE(query.is_cpu() && key.is_cpu() && value.is_cpu(), "query, key and value must be on the CPU");
-    const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2), dim = query.size(3);
-    const int64_t kv_heads = key.size(1), value_dim = value.size(3);
-    REQUIRE(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1,
-            "the last dimension of query, key and value must be contiguous");
-    REQUIRE(key.size(3) == dim, "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(dim));
+// Rows of queries, wherever a head's rows lie; strides in elements.
+struct Queries {
+    const void* data;
+    int64_t batch, heads, rows, dim;
+    int64_t batch_stride, head_stride, row_stride;
+};
+
+// The new rows' places in the caches, whose last row must lie in them.
+struct Places {
+    const int64_t* slots;
+    const int64_t* starts;
+};
+
+// Caches (slots, kv_heads, length, dim), any strides but contiguous rows, that those queries may read.
+Places check_caches(const char* op, const Queries& q, const Tensor& key, const Tensor& value, const Tensor& slots,
+                    const Tensor& starts, int64_t window) {
+    const int64_t kv_heads = key.size(1);
+    REQUIRE(key.stride(3) == 1 && value.stride(3) == 1, "the last dimension of key and value must be contiguous");
+    REQUIRE(key.is_cpu() && value.is_cpu(), "key and value must be on the CPU");
+    REQUIRE(key.size(3) == q.dim,
+            "key has head size " + std::to_string(key.size(3)) + ", query " + std::to_string(q.dim));
     REQUIRE(value.size(0) == key.size(0) && value.size(1) == kv_heads && value.size(2) == key.size(2),
             "key " + shape_of(key) + " and value " + shape_of(value) + " are caches of different sizes");
-    REQUIRE(kv_heads > 0 && heads % kv_heads == 0,
-            std::to_string(heads) + " query heads cannot share " + std::to_string(kv_heads) + " KV heads");
+    REQUIRE(kv_heads > 0 && q.heads % kv_heads == 0,
+            std::to_string(q.heads) + " query heads cannot share " + std::to_string(kv_heads) + " KV heads");
     REQUIRE(window >= 0, "window must be 0 (none) or more");
-    const int64_t* slot_values = indices(op, "slots", slots, batch, key.size(0));
-    // The last row must lie in the cache.
-    const int64_t* start_values = indices(op, "starts", starts, batch, key.size(2) - rows + 1);
-    if (sinks) {
-        check_shape(op, "sinks", *sinks, {heads});
-        check_type(op, "sinks", *sinks, ScalarType::Float, "float32");
-    }
-    Tensor out = torch::stable::new_empty(query, {batch, rows, heads, value_dim});
+    return {indices(op, "slots", slots, q.batch, key.size(0)),
+            indices(op, "starts", starts, q.batch, key.size(2) - q.rows + 1)};
+}
+
+// The operators' common end; everything is checked. Returns (batch, rows, heads, value_dim) like `like`.
+Tensor attend(specviz::Type type, const Tensor& like, const Queries& q, const Tensor& key, const Tensor& value,
+              const Places& places, double scale, int64_t window, const float* sinks) {
+    const int64_t value_dim = value.size(3);
+    Tensor out = torch::stable::new_empty(like, {q.batch, q.rows, q.heads, value_dim});
     if (out.numel())
         specviz::current().attention({type,
-                                      query.const_data_ptr(),
-                                      query.stride(0),
-                                      query.stride(1),
-                                      query.stride(2),
+                                      q.data,
+                                      q.batch_stride,
+                                      q.head_stride,
+                                      q.row_stride,
                                       key.const_data_ptr(),
                                       key.stride(0),
                                       key.stride(1),
@@ -277,19 +284,114 @@ Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& v
                                       value.stride(0),
                                       value.stride(1),
                                       value.stride(2),
-                                      slot_values,
-                                      start_values,
-                                      sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr,
+                                      places.slots,
+                                      places.starts,
+                                      sinks,
                                       out.mutable_data_ptr(),
-                                      batch,
-                                      heads,
-                                      kv_heads,
-                                      rows,
-                                      dim,
+                                      q.batch,
+                                      q.heads,
+                                      key.size(1),
+                                      q.rows,
+                                      q.dim,
                                       value_dim,
                                       window,
                                       static_cast<float>(scale)});
     return out;
+}
+
+// q (batch, heads, rows, dim) with any strides but contiguous rows.
+Tensor chunked_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& slots,
+                         const Tensor& starts, double scale, int64_t window, const std::optional<Tensor>& sinks) {
+    const char* op = "chunked_attention";
+    REQUIRE(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+            "query, key and value must be (batch or slots, heads, rows, dim)");
+    const auto type = type_of(op, "query", query);
+    REQUIRE(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
+            "query, key and value must have one dtype");
+    REQUIRE(query.is_cpu(), "query must be on the CPU");
+    REQUIRE(query.stride(3) == 1, "the last dimension of query must be contiguous");
+    const Queries q{query.const_data_ptr(), query.size(0),   query.size(1),   query.size(2),
+                    query.size(3),          query.stride(0), query.stride(1), query.stride(2)};
+    const Places places = check_caches(op, q, key, value, slots, starts, window);
+    if (sinks) {
+        check_shape(op, "sinks", *sinks, {q.heads});
+        check_type(op, "sinks", *sinks, ScalarType::Float, "float32");
+    }
+    return attend(type, query, q, key, value, places, scale, window,
+                  sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr);
+}
+
+// The weight of a norm over each head (dim) or over all of them; 0 without one.
+int64_t check_norm(const char* op, const char* name, const std::optional<Tensor>& weight, const Tensor& x,
+                   int64_t heads, int64_t dim) {
+    if (!weight) return 0;
+    const int64_t size = weight->numel();
+    check_shape(op, name, *weight, {size == dim ? dim : heads * dim});
+    REQUIRE(weight->scalar_type() == x.scalar_type(), std::string(name) + " and x must have one dtype");
+    return size;
+}
+
+// A decoder layer's whole self-attention: x (batch, rows, features) → (batch, rows, features of out_weight).
+Tensor self_attention(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps,
+                      const Tensor& cos, const Tensor& sin, Tensor key, Tensor value, const Tensor& slots,
+                      const Tensor& starts, double scale, int64_t window, const Tensor& out_weight,
+                      const std::optional<Tensor>& out_bias) {
+    const char* op = "self_attention";
+    check_shape(op, "x", x, {-1, -1, -1});
+    const auto type = type_of(op, "x", x);
+    REQUIRE(key.dim() == 4 && value.dim() == 4, "key and value must be (slots, heads, length, dim)");
+    for (const Tensor* t :
+         {&weight, &out_weight, &cos, &sin, static_cast<const Tensor*>(&key), static_cast<const Tensor*>(&value)})
+        REQUIRE(t->scalar_type() == x.scalar_type(), "x, weights, angles and caches must have one dtype");
+    const int64_t batch = x.size(0), rows = x.size(1), kv_heads = key.size(1), dim = key.size(3);
+    check_shape(op, "out_weight", out_weight, {-1, -1});
+    REQUIRE(dim > 0 && out_weight.size(1) % dim == 0, "out_weight must take whole heads");
+    const int64_t heads = out_weight.size(1) / dim, features = (heads + 2 * kv_heads) * dim;
+    check_shape(op, "weight", weight, {features, -1});
+    REQUIRE(value.size(3) == dim, "keys and values must have one head size");
+    const int64_t rotary = cos.dim() == 3 ? cos.size(2) : 0;
+    REQUIRE(rotary > 0 && rotary % 2 == 0 && rotary <= dim, "cos must be (batch or 1, rows, an even part of dim)");
+    REQUIRE(cos.size(0) == batch || cos.size(0) == 1, "cos must be for each sequence, or for one");
+    check_shape(op, "cos", cos, {-1, rows, rotary});
+    check_shape(op, "sin", sin, {cos.size(0), rows, rotary});
+    const int64_t q_size = check_norm(op, "q_norm", q_norm, x, heads, dim);
+    const int64_t k_size = check_norm(op, "k_norm", k_norm, x, kv_heads, dim);
+    Tensor query = torch::stable::new_empty(x, {batch, rows, heads, dim});
+    const Queries q{query.const_data_ptr(), batch, heads, rows, dim, rows * heads * dim, dim, heads * dim};
+    const Places places = check_caches(op, q, key, value, slots, starts, window);
+
+    Tensor projected = linear(x, weight, bias);
+    if (batch && rows)
+        specviz::current().place({type,
+                                  projected.mutable_data_ptr(),
+                                  q_norm ? q_norm->const_data_ptr() : nullptr,
+                                  k_norm ? k_norm->const_data_ptr() : nullptr,
+                                  q_size,
+                                  k_size,
+                                  static_cast<float>(eps),
+                                  cos.const_data_ptr(),
+                                  sin.const_data_ptr(),
+                                  rotary,
+                                  cos.size(0) == 1 ? 0 : rows * rotary,
+                                  query.mutable_data_ptr(),
+                                  key.mutable_data_ptr(),
+                                  key.stride(0),
+                                  key.stride(1),
+                                  key.stride(2),
+                                  value.mutable_data_ptr(),
+                                  value.stride(0),
+                                  value.stride(1),
+                                  value.stride(2),
+                                  places.slots,
+                                  places.starts,
+                                  batch,
+                                  heads,
+                                  kv_heads,
+                                  rows,
+                                  dim});
+    const Tensor attended = attend(type, x, q, key, value, places, scale, window, nullptr);
+    return linear(torch::stable::view(attended, {batch, rows, heads * dim}), out_weight, out_bias);
 }
 
 }  // namespace
@@ -307,6 +409,10 @@ STABLE_TORCH_LIBRARY(specviz, m) {
     m.def(
         "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor slots, Tensor starts, float scale, "
         "int window, Tensor? sinks) -> Tensor");
+    m.def(
+        "self_attention(Tensor x, Tensor weight, Tensor? bias, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, "
+        "Tensor sin, Tensor(a!) key, Tensor(b!) value, Tensor slots, Tensor starts, float scale, int window, "
+        "Tensor out_weight, Tensor? out_bias) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specviz, CPU, m) {
@@ -316,4 +422,5 @@ STABLE_TORCH_LIBRARY_IMPL(specviz, CPU, m) {
     m.impl("combine", TORCH_BOX(&combine));
     m.impl("quantized_moe", TORCH_BOX(&quantized_moe));
     m.impl("chunked_attention", TORCH_BOX(&chunked_attention));
+    m.impl("self_attention", TORCH_BOX(&self_attention));
 }

@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "kernels.h"
 #include "norm.h"
+#include "place.h"
 
 #if !defined(SPECVIZ_VARIANT)
 #error "compile with -DSPECVIZ_VARIANT=portable (or avx2, avx512, avx512bf16, amx): engine/kernels/build.py does"
@@ -18,7 +19,7 @@ namespace specviz {
 
 extern const Kernels SPECVIZ_NAME(SPECVIZ_VARIANT);
 const Kernels SPECVIZ_NAME(SPECVIZ_VARIANT) = {
-    SPECVIZ_STRING(SPECVIZ_VARIANT), linear, experts, combine, norm, attention,
+    SPECVIZ_STRING(SPECVIZ_VARIANT), linear, experts, combine, norm, place, attention,
 };
 
 }  // namespace specviz

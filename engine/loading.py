@@ -25,6 +25,7 @@ from engine.model.draft_model import DraftModel, load_draft_model
 from engine.model.layout import ExpertShape, ExpertTable
 from engine.model.routers import RouterProbe
 from engine.model.runner import ModelRunner
+from engine.model.self_attention import use_self_attention_kernel
 from engine.model.skeleton import Skeleton, load_skeleton
 from engine.model.text import load_tokenizer
 from engine.offload.disk import DiskLink
@@ -104,6 +105,8 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     kernels = host_kernels if device.type == "cpu" else frozenset()
     if "linear" in kernels:
         use_kernels(skeleton.model)
+        if "attention" in kernels:
+            use_self_attention_kernel(skeleton.model)
     sizes = table.experts, table.layers, table.shape.numel * dtype.itemsize
     slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     if slots < 1:

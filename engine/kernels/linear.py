@@ -40,11 +40,12 @@ def use_linear_kernel(model: torch.nn.Module) -> None:
             if parameter.dtype not in _DTYPES:
                 continue
             if id(parameter) not in replaced:
-                replaced[id(parameter)] = KernelWeight(_in_large_pages(parameter.data), requires_grad=False)
+                replaced[id(parameter)] = KernelWeight(in_large_pages(parameter.data), requires_grad=False)
             module._parameters[name] = replaced[id(parameter)]
 
 
-def _in_large_pages(weight: torch.Tensor) -> torch.Tensor:
+def in_large_pages(weight: torch.Tensor) -> torch.Tensor:
+    """`weight`, copied into large pages if it is large itself."""
     return copies(weight) if weight.nbytes >= LARGE else weight
 
 

@@ -14,6 +14,7 @@ from engine.kernels.shared import use_kernels
 from engine.model.architecture import build_model
 from engine.model.probe import probe
 from engine.model.runner import ModelRunner
+from engine.model.self_attention import use_self_attention_kernel
 from engine.model.text import load_tokenizer
 from engine.model.vocabulary import check_vocabulary, tokens_by_id
 
@@ -56,6 +57,8 @@ def load_draft_model(
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     if "linear" in kernels:
         use_kernels(model)
+        if "attention" in kernels:
+            use_self_attention_kernel(model)
     runner = ModelRunner(model, [], native_attention="attention" in kernels)
     context = getattr(config, "max_position_embeddings", None)
     return DraftModel(runner, config.vocab_size, context, sum(weights.values()), _kv_nbytes(runner))

@@ -59,6 +59,16 @@ class KVCache(Cache):
         self.lengths[slot] = length
 
     @property
+    def slots(self) -> torch.Tensor:
+        """The sequence slots that the pass serves, (batch,)."""
+        return self._slots
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where row 0 of each goes, (batch,)."""
+        return self._starts
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self._storage if pair for t in pair)
 
@@ -81,6 +91,14 @@ class KVCache(Cache):
             keys[slots, :, positions] = key_states.transpose(1, 2)
             values[slots, :, positions] = value_states.transpose(1, 2)
         return CachedStates(keys, self._slots, end), CachedStates(values, self._slots, end)
+
+    def storage(self, layer_idx: int, like: torch.Tensor, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, each (sequences, heads, max_length, dim), for who writes them himself."""
+        states = self._storage[layer_idx]
+        if states is None:
+            shape = like.new_empty(0, heads, 0, dim)
+            states = self._allocate(layer_idx, shape, shape)
+        return states
 
     def _allocate(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Raises BudgetError when the memory is not there."""

@@ -79,7 +79,7 @@ def _attention_forward(
     return masked_attention(query, plain(key), plain(value), mask, scale, s_aux).contiguous(), None
 
 
-def _native_attention_forward(
+def native_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor | CachedStates,
@@ -165,6 +165,6 @@ def _is_band(sees: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor, 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts_forward)
 AttentionInterface.register(ATTENTION, _attention_forward)
-AttentionInterface.register(NATIVE_ATTENTION, _native_attention_forward)
+AttentionInterface.register(NATIVE_ATTENTION, native_attention)
 AttentionMaskInterface.register(ATTENTION, _mask)
 AttentionMaskInterface.register(NATIVE_ATTENTION, _mask)
