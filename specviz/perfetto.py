@@ -119,55 +119,71 @@ def _transfer_slices(events: list[Record], rows: _Rows) -> Iterator[Record]:
 
 
 def _flows(events: list[Record], rows: _Rows) -> Iterator[Record]:
-    """An arrow from each prefetch that was used to the experts slice that used it."""
-    uses: dict[int, list[Record]] = defaultdict(list)
+    """A slice inside each experts slice that used prefetched experts, and an arrow to it from each of the prefetches.
+
+    Perfetto takes the slice that began first for the beginning of an arrow. The experts slice begins before a late
+    prefetch does; the inner one begins when the last prefetch was there.
+    """
+    for use, transfers in _uses(events, rows):
+        arrived = max(transfer["end"] for transfer in transfers)
+        begin = min(max(use["start"] + 1, arrived), use["end"] - 1)
+        args = {"round": use["round"], "layer": use["layer"], "prefetched": len(transfers)}
+        yield _slice(tid("experts"), f"prefetched L{use['layer']}", begin, use["end"], args)
+        for transfer in transfers:
+            flow = {"pid": PID, "cat": "prefetch", "name": "prefetch", "id": transfer["id"]}
+            # One nanosecond inside the slice: a flow binds to the slice that encloses its time.
+            leave = max(transfer["start"], transfer["end"] - 1)
+            yield {**flow, "ph": "s", "tid": rows.of_transfer[transfer["id"]], "ts": leave / 1000}
+            yield {**flow, "ph": "f", "bp": "e", "tid": tid("experts"), "ts": begin / 1000}
+
+
+def _uses(events: list[Record], rows: _Rows) -> Iterator[tuple[Record, list[Record]]]:
+    """Each experts compute that used prefetched experts, and their transfers."""
+    computes: dict[int, list[Record]] = defaultdict(list)
     for event in events:
         if event["kind"] == "compute" and _lane(event) == "experts":
-            uses[event["layer"]].append(event)
-    for computes in uses.values():
-        computes.sort(key=lambda event: event["end"])
-    prefetches = {
-        event["id"]: event for event in events if event["kind"] == "transfer" and event["cause"] == "prefetch"
-    }
+            computes[event["layer"]].append(event)
+    ends = {}
+    for layer, own in computes.items():
+        own.sort(key=lambda event: event["end"])
+        ends[layer] = [event["end"] for event in own]
+    prefetches = {e["id"]: e for e in events if e["kind"] == "transfer" and e["cause"] == "prefetch"}
+    used: dict[tuple[int, int], list[Record]] = defaultdict(list)
     for event in events:
         if event["kind"] != "settled" or event["outcome"] not in CONSUMED or event["id"] not in rows.of_transfer:
             continue
         transfer = prefetches.get(event["id"])
-        if transfer is None:
-            continue
-        computes = uses[transfer["layer"]]
-        index = bisect_left([compute["end"] for compute in computes], event["t"])
-        if index == len(computes):
-            continue  # the run ended, or was cut by the ring, before that slice
-        use = computes[index]
-        flow = {"pid": PID, "cat": "prefetch", "name": "prefetch", "id": event["id"]}
-        # One nanosecond inside the slice: a flow binds to the slice that encloses its time.
-        leave = max(transfer["start"], transfer["end"] - 1)
-        yield {**flow, "ph": "s", "tid": rows.of_transfer[event["id"]], "ts": leave / 1000}
-        yield {**flow, "ph": "f", "bp": "e", "tid": tid("experts"), "ts": max(use["start"], use["end"] - 1) / 1000}
+        if transfer is not None:
+            layer = transfer["layer"]
+            used[layer, bisect_left(ends.get(layer, []), event["t"])].append(transfer)
+    for (layer, index), transfers in used.items():
+        if index < len(computes[layer]):  # else the run ended, or was cut by the ring, before that slice
+            yield computes[layer][index], transfers
 
 
 def _counters(events: list[Record]) -> Iterator[Record]:
     moves: list[tuple[int, int]] = []
-    emitted = 0
+    emitted, counted = 0, -1
     for event in events:
         if event["kind"] == "cache":
             resident = sum(len(layer) for layer in event["resident"])
-            yield _counter("resident experts", event["t"], {"experts": resident})
-        elif event["kind"] == "round" and event["sequence"] == 0:
-            yield _counter("draft length k", event["start"], {"k": event["k"]})
+            yield _counter("resident", event["t"], {"experts": resident})
         if event["kind"] == "round":
+            if event["round"] != counted:  # the first of a batch's sequences that is not over yet
+                counted = event["round"]
+                yield _counter("draft length", event["start"], {"k": event["k"]})
             emitted += len(event["tokens"])
-            yield _counter("tokens emitted", event["t"], {"tokens": emitted})
+            yield _counter("emitted", event["t"], {"tokens": emitted})
         if event["kind"] == "transfer" and event["end"] > event["start"]:
             moves += [(event["start"], event["bytes"]), (event["end"], -event["bytes"])]
     in_flight = 0
     for t, change in sorted(moves):
         in_flight += change
-        yield _counter("bytes in flight", t, {"bytes": in_flight})
+        yield _counter("in flight", t, {"bytes": in_flight})
 
 
 def _counter(name: str, t: int, args: Record) -> Record:
+    """Perfetto shows it as the name and the argument's name, e.g. "emitted tokens"."""
     return {"ph": "C", "pid": PID, "tid": 0, "name": name, "ts": t / 1000, "args": args}
 
 
