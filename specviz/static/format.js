@@ -4,15 +4,18 @@ export const DASH = "–";
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
+/** `toLocaleString` would make a new one at each call, which is most of its cost. */
+const FORMATS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
 /** Three significant digits at most, without exponents: 0.42, 4.2, 42, 1,234. */
 export function number(value) {
   if (!known(value)) return DASH;
   const size = Math.abs(value);
   const digits = size >= 100 || Number.isInteger(value) ? 0 : size >= 10 ? 1 : 2;
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return FORMATS[digits].format(value);
 }
 
-export const integer = (value) => (known(value) ? Math.round(value).toLocaleString("en") : DASH);
+export const integer = (value) => (known(value) ? FORMATS[0].format(Math.round(value)) : DASH);
 
 export const percent = (share) => (known(share) ? `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %` : DASH);
 

@@ -29,4 +29,6 @@ export function watchTheme() {
   }
 }
 
-export const reducedMotion = () => window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+let motion = null;
+
+export const reducedMotion = () => (motion ??= window.matchMedia("(prefers-reduced-motion: reduce)")).matches;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -15,7 +17,8 @@ Object.defineProperty(window, "Plotly", { configurable: true, set(library) {
     Object.defineProperty(window, "Plotly", { value: library, writable: true, configurable: true });
 } });
 """
-#: A live run in place of a server: `await stream(rounds)` tells that many rounds of the golden run, again and again.
+#: A live run in place of a server: `await stream(rounds)` tells that many rounds of the golden run, again and again;
+#: `step()` tells one round and returns its tokens.
 STREAM = """async () => {
     const text = await (await fetch("/specviz/recording.ndjson")).text();
     const lines = text.trim().split("\\n").map((line) => JSON.parse(line));
@@ -44,12 +47,51 @@ STREAM = """async () => {
         return moved;
     };
     window.frames = () => new Promise((resolve) => requestAnimationFrame(resolve));
+    const ends = body.flatMap((event, i) => (event.kind === "roofline" ? [i + 1] : []));
+    let at = 0;
+    window.step = () => {
+        const told = body.slice(at ? ends[at - 1] : 0, at + 1 < ends.length ? ends[at] : body.length);
+        tell(told.map(later));
+        if (++at === ends.length) [at, lap] = [0, lap + 1];
+        return told.flatMap((event) => (event.kind === "round" ? event.tokens : [])).length;
+    };
     window.stream = async (count) => {
         for (let done = 0; done < count; done += rounds, lap++) {
             tell(body.map(later));
             if (lap % 10 === 0) await window.frames();
         }
     };
+}"""
+
+#: Frames on demand: after `takeOver()` the page's frames come when `frame(ms)` says so, `ms` later by their own clock,
+#: and it returns the ms that script, style and layout really took.
+FRAMES = """
+const native = window.requestAnimationFrame.bind(window);
+let clock = null, waiting = [];
+window.requestAnimationFrame = (draw) => (clock === null ? native(draw) : waiting.push(draw));
+window.takeOver = () => { clock = performance.now(); };
+window.frame = (ms) => {
+    const began = performance.now();
+    const due = waiting.splice(0);
+    clock += ms;
+    for (const draw of due) draw(clock);
+    document.body.offsetHeight;
+    return performance.now() - began;
+};
+"""
+#: Updates twenty times a second, as the server sends them, at 100 tokens a second; the ms that each frame took.
+PACED = """async (updates) => {
+    const taken = [];
+    let tokens = 0;
+    takeOver();
+    for (let update = 1; update <= updates; update++) {
+        const began = performance.now();
+        while (tokens < update * 5) tokens += step();
+        const reduced = performance.now() - began;
+        for (let i = 0; i < 3; i++) taken.push(frame(1000 / 60) + (i ? 0 : reduced));
+        if (update % 20 === 0) await new Promise((resolve) => setTimeout(resolve));
+    }
+    return taken;
 }"""
 
 
@@ -95,3 +137,20 @@ def test_memory_stops_growing_over_a_long_run(open_page):
     assert page.evaluate("specviz.state.metrics.acceptance.rounds") >= 6000
     print(f"heap {before / 1e6:.1f} MB, then {after / 1e6:.1f} MB")
     assert after - before < 0.1 * before + 2e6
+
+
+@pytest.mark.parametrize("height", [900, 6000], ids=["a screen", "all panels"])
+def test_a_frame_takes_less_than_a_screen_s_time(open_page, height):
+    """At 100 tokens a second and some 45 slices a round, over 500 updates; and late frames take what early ones took."""
+    page = open_page("draft4", width=1440, script=FRAMES)
+    page.set_viewport_size({"width": 1440, "height": height})
+    page.wait_for_timeout(1000)  # what can be seen now is drawn for the first time
+    page.evaluate(STREAM)
+    taken = page.evaluate(PACED, 500)
+    assert page.evaluate("specviz.state.metrics.acceptance.emitted") >= 2500
+    early, late = sorted(taken[300:600]), sorted(taken[-300:])
+    everything = sorted(taken)
+    print(f"ms a frame: median {median(taken):.1f}, p95 {everything[len(taken) * 95 // 100]:.1f}, most {everything[-1]:.1f};"
+          f" mean early {sum(early) / 300:.1f}, late {sum(late) / 300:.1f}")
+    assert median(taken) < 16
+    assert sum(late) < 2 * sum(early)
