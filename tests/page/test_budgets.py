@@ -150,7 +150,9 @@ def test_a_frame_takes_less_than_a_screen_s_time(open_page, height):
     assert page.evaluate("specviz.state.metrics.acceptance.emitted") >= 2500
     early, late = sorted(taken[300:600]), sorted(taken[-300:])
     everything = sorted(taken)
-    print(f"ms a frame: median {median(taken):.1f}, p95 {everything[len(taken) * 95 // 100]:.1f}, most {everything[-1]:.1f};"
-          f" mean early {sum(early) / 300:.1f}, late {sum(late) / 300:.1f}")
+    print(
+        f"ms a frame: median {median(taken):.1f}, p95 {everything[len(taken) * 95 // 100]:.1f}, most {everything[-1]:.1f};"
+        f" mean early {sum(early) / 300:.1f}, late {sum(late) / 300:.1f}"
+    )
     assert median(taken) < 16
     assert sum(late) < 2 * sum(early)

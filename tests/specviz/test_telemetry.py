@@ -70,5 +70,7 @@ def test_being_watched_costs_the_engine_little(session):
         alone, seen, sinks = measure(engine, session, viewers=2, tokens=64)
     finally:
         engine.close()
-    print(f"{64 / min(alone):.1f} tokens/s alone, {64 / min(seen):.1f} with {len(sinks)} viewers, {sinks[0].bytes} bytes each")
+    print(
+        f"{64 / min(alone):.1f} tokens/s alone, {64 / min(seen):.1f} with {len(sinks)} viewers, {sinks[0].bytes} bytes each"
+    )
     assert min(seen) < GENEROUS * min(alone)
