@@ -6,6 +6,7 @@ other, so each link lane gets as many rows as it needs.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,6 +32,14 @@ def chrome_trace(events: list[Record]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {name: start.get(name) for name in ("model", "machine", "link", "config", "memory")},
     }
+
+
+def trace_json(events: list[Record]) -> str:
+    """`chrome_trace` as JSON. Perfetto does not read escapes, so what is no ASCII is written as it is.
+
+    Half of an emoji has no place in a file; it becomes a question mark.
+    """
+    return json.dumps(chrome_trace(events), ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 class _Rows:

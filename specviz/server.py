@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from engine.serve.session import Session
 from specviz.assets import NDJSON, PlotlyScript, Recording, StaticFiles
 from specviz.live import LiveSocket
-from specviz.perfetto import chrome_trace
+from specviz.perfetto import trace_json
 from specviz.spreadsheet import summary_csv
 from specviz.trace import summary
 from specviz.whatif import whatif_routes
@@ -75,7 +75,7 @@ def _events(lines: list[str]) -> str:
 
 
 def _trace(lines: list[str]) -> str:
-    return json.dumps(chrome_trace([json.loads(line) for line in lines]))
+    return trace_json([json.loads(line) for line in lines])
 
 
 def _summary(lines: list[str]) -> str:

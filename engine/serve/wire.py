@@ -11,6 +11,8 @@ from engine.errors import RemoteError
 from engine.events import EVENTS, Event, Rejected, Round, Token
 
 FRAME_BYTES = 64 * 1024
+#: Made once: json.dumps would make one at each call, a third of the cost of a short event.
+_ENCODER = json.JSONEncoder(default=vars, allow_nan=False, separators=(",", ":"))
 
 
 def encode(seq: int, event: Event) -> str:
@@ -18,7 +20,7 @@ def encode(seq: int, event: Event) -> str:
     # Not Event.to_json(): asdict copies every nested list, several times the cost of the encoding itself.
     record = {"seq": seq, "kind": event.kind, **vars(event)}
     try:
-        return json.dumps(record, default=vars, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(record)
     except ValueError:
         return json.dumps(_finite({"seq": seq, **event.to_json()}), separators=(",", ":"))
 

@@ -1,4 +1,4 @@
-"""Whatever a model writes is shown as text: in the strip, the details, the tables, the facts and the pictures."""
+"""Whatever a model writes is shown as text: in strip, details, tables, facts, pictures, and the difference of two."""
 
 from __future__ import annotations
 
@@ -89,6 +89,72 @@ def test_pictures_are_well_formed_whatever_the_names(open_page):
     assert "</script><script>" in texts and "${window.pwned=1}" in texts
     assert not list(svg.iter("{http://www.w3.org/2000/svg}script"))
     check_unharmed(page)
+
+
+#: Plays both sides of a comparison, each from its lines, over a websocket that never leaves the page.
+COMPARE = """async ({ lines, label }) => {
+    let socket;
+    window.WebSocket = class { constructor() { socket = this; } send() {} close() {} };
+    for (const side of ["A", "B"]) {
+        specviz.attach({ run: side, token: "t", compare: { side, label, first: side === "A" } });
+        socket.onopen();
+        const events = lines[side].split("\\n").map((line) => JSON.parse(line));
+        const told = { v: 1, run: side, from: 1, to: events.at(-1).seq, lost: 0, events };
+        socket.onmessage({ data: JSON.stringify(told) });
+    }
+}"""
+DIFFERENCE = f"""() => [...document.querySelectorAll('.sv-diff p')].map(
+    (row) => [...row.querySelectorAll('.sv-diff-text')].map((node) => ({UNITS})(node.textContent)))"""
+
+
+def compare(page, one: str, other: str) -> list[list[list[int]]]:
+    """What is shown of both texts: of each its parts, as their units."""
+    page.evaluate(COMPARE, {"lines": {"A": one, "B": other}, "label": "".join(TEXTS)})
+    page.wait_for_function("document.querySelectorAll('.sv-diff-text').length > 0")
+    return page.evaluate(DIFFERENCE)
+
+
+def with_last_tokens(run: str, texts: tuple[str, ...]) -> str:
+    """The run, but its last round wrote other tokens."""
+    events = [json.loads(line) for line in run.splitlines()]
+    last = [event for event in events if event["kind"] == "round"][-1]
+    last["tokens"] = [{**last["tokens"][0], "id": -n, "text": text} for n, text in enumerate(texts, start=1)]
+    return "\n".join(map(json.dumps, events))
+
+
+def generated(run: str) -> str:
+    rounds = [event for event in map(json.loads, run.splitlines()) if event["kind"] == "round"]
+    return "".join(token["text"] for event in rounds for token in event["tokens"])
+
+
+def test_the_difference_of_two_texts_is_text(open_page):
+    page = open_page("plain")
+    run = hostile_run()
+    # They part within an emoji, whose halves are worth nothing alone; and before an override that nobody ends.
+    one, other = (with_last_tokens(run, texts) for texts in [("😀", *TEXTS), ("😁", "\u202eevil", *TEXTS[::-1])])
+    shown = compare(page, one, other)
+    assert [sum(parts, []) for parts in shown] == [units(generated(one)), units(generated(other))]
+    shared = shown[0][0]
+    assert shared == shown[1][0] and not 0xD800 <= shared[-1] < 0xDC00 and shown[0][1][:2] == units("😀")
+    assert page.evaluate(f"({UNITS})(document.querySelector('.sv-sides dd').textContent)") == units("".join(TEXTS))
+    styles = page.eval_on_selector_all(".sv-diff-text", "nodes => nodes.map((n) => getComputedStyle(n).unicodeBidi)")
+    assert set(styles) == {"isolate"}
+    page.locator(".sv-panel-compare").get_by_role("button", name="Table").click()
+    cells = page.eval_on_selector_all(
+        ".sv-panel-compare tbody td", f"cells => cells.map((c) => ({UNITS})(c.textContent))"
+    )
+    assert units("".join(TEXTS)) in cells
+    check_unharmed(page)
+
+
+@pytest.mark.parametrize("width", [360, 1300])
+def test_a_difference_without_a_space_stays_in_its_box(open_page, width):
+    page = open_page("plain", width=width)
+    shown = compare(page, one_long_word(), with_last_tokens(one_long_word(), ("other",)))
+    assert [len(sum(parts, [])) for parts in shown] == [4 * 4000, 4 * 3999 + 5]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for node in page.evaluate("[...document.querySelectorAll('.sv-diff')].map((n) => [n.scrollWidth, n.clientWidth])"):
+        assert node[0] <= node[1] + 1
 
 
 @pytest.mark.parametrize("width", [360, 1300])

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import TEXTS, hostile_run
 from perfetto_parser import folder, opened
 
-from specviz.perfetto import LANES, chrome_trace
-from specviz.trace import load_events, summary
+from specviz.perfetto import LANES, chrome_trace, trace_json
+from specviz.trace import load_events, parse_events, summary
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "assets/recordings/stories.ndjson.gz"
@@ -53,7 +54,7 @@ def test_perfetto_reads_what_was_told(browser, path):
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             drawn.setdefault(lanes[event["tid"]], []).append(event["dur"])
-    with opened(browser, json.dumps(trace).encode()) as parser:
+    with opened(browser, trace_json(events).encode()) as parser:
         assert parser.rows(COMPLAINTS) == []
         assert ("SpecViz run",) in parser.rows("select name from process")
         sums = {name: (count, ns) for name, count, ns in parser.rows(LANE_SUMS)}
@@ -91,6 +92,26 @@ def check_totals(parser: Any, told: dict[str, Any]) -> None:
     for cause, moved in told["transfers"]["by_cause"].items():
         ((size,),) = parser.rows(ARGUMENTS.format(sums=total("bytes"), lane=f"link {cause}*", since=since))
         assert (size or 0) == moved["bytes"], cause
+
+
+def test_perfetto_reads_hostile_names(browser):
+    events = parse_events(hostile_run().splitlines())
+    knob = {
+        "seq": events[-1]["seq"] + 1,
+        "kind": "knob",
+        "t": events[-1]["t"],
+        "round": 1,
+        "name": "policy",
+        "version": 1,
+    }
+    for number, text in enumerate(TEXTS):
+        events.append({**knob, "seq": knob["seq"] + number, "old": "", "new": text})
+    with opened(browser, trace_json(events).encode()) as parser:
+        assert parser.rows(COMPLAINTS) == []
+        names = {name for (name,) in parser.rows("select name from slice where name glob 'policy:*'")}
+        # Perfetto reads no escapes, which control characters, quotes and backslashes must have.
+        ordinary = {f"policy:  → {text}" for text in TEXTS if text.isprintable() and not set(text) & set('\\"')}
+        assert len(ordinary) > 10 and names >= ordinary
 
 
 def test_perfetto_does_complain(browser):

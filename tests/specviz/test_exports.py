@@ -14,10 +14,17 @@ from typing import Any
 
 import pytest
 from chrome_format import check_trace
+from fake_engine import FakeLoader
+from hostile import TEXTS, hostile_run
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
+from engine.serve.session import Session
+from engine.serve.wire import decode
 from specviz.perfetto import LANES, chrome_trace
-from specviz.spreadsheet import summary_csv
-from specviz.trace import load_events, summary
+from specviz.server import MAKERS, create_routes
+from specviz.spreadsheet import FORMULA_STARTS, summary_csv
+from specviz.trace import load_events, parse_events, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = [*sorted((ROOT / "tests/golden").glob("*.ndjson")), *sorted((ROOT / "assets/recordings").glob("*.gz"))]
@@ -117,3 +124,45 @@ def test_a_packed_recording_is_the_same(tmp_path):
     packed = tmp_path / "a.ndjson.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert load_events(packed) == load_events(plain)
+
+
+def served(text: str) -> dict[str, bytes]:
+    """All exports of a run, as the server gives them."""
+    session = Session(FakeLoader())
+    try:
+        hub = session.registry.create()
+        for line in text.splitlines():
+            hub.publish(decode(json.loads(line)))
+        with TestClient(Starlette(routes=create_routes(session))) as client:
+            answers = {name: client.get(f"/specviz/export/{hub.id}/{hub.token}/{name}") for name in MAKERS}
+    finally:
+        session.close()
+    for answer in answers.values():
+        # No browser takes it for a page, whatever a model wrote.
+        assert answer.headers["content-disposition"].startswith("attachment")
+        assert answer.headers["x-content-type-options"] == "nosniff" and "html" not in answer.headers["content-type"]
+    return {name: answer.content for name, answer in answers.items()}
+
+
+def test_every_export_gives_hostile_text_back_as_it_was():
+    run = hostile_run()
+    told = [json.loads(line) for line in run.splitlines()]
+    start = next(event for event in told if event["kind"] == "run_start")
+    files = served(run)
+    lines = [json.loads(line) for line in files["events.ndjson"].splitlines()]
+    for before, after in zip(told, lines, strict=True):
+        assert {**after, **before} == after, before["kind"]  # and what it was too old to tell
+    assert load_text(files["events.ndjson"]) == lines
+    check_trace(trace := json.loads(files["trace.json"]))
+    assert trace["otherData"]["model"]["name"] == start["model"]["name"].encode("utf-8", "replace").decode()
+    summary = json.loads(files["summary.json"])
+    assert [result["text"] for result in summary["results"]] == list(TEXTS)
+    rows = dict(csv.reader(io.StringIO(files["summary.csv"].decode(), newline="")))
+    for number, text in enumerate(TEXTS):
+        cell = rows[f"results.{number}.text"]
+        quoted = cell.startswith("'") and text.startswith(FORMULA_STARTS)
+        assert cell[quoted:] == text.encode("utf-8", "replace").decode(), text
+
+
+def load_text(data: bytes) -> list[dict[str, Any]]:
+    return parse_events(data.decode().splitlines())

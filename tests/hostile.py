@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 TEXTS = (
     "${window.pwned=1}", "${", "`", "\\u12", "{{7*7}}", "<img src=x onerror=window.pwned=1>", "</script><script>",
     "</span><b>bold</b>", "&lt;b&gt;", "\u202eevil\u202c", "\u2067rtl", "\ud83d", "\ude00", "\u200d\u200b\ufeff",
@@ -32,7 +32,10 @@ def hostile_run(name: str = "draft4") -> str:
         for part in ("tokens", "rejected") if event["kind"] == "round" else ():
             for token in event[part]:
                 token["text"] = next_text()
-                token["alternatives"] = [[text, 0.1] for text in TEXTS[:5]]
+                if "alternatives" in token:
+                    token["alternatives"] = [[text, 0.1] for text in TEXTS[:5]]
+        if event["kind"] == "run_end":
+            event["summary"] = [{"text": text} for text in TEXTS]
         if event["kind"] == "governor":
             event["reason"] = "<b>because</b> ${window.pwned=1}"
         lines.append(json.dumps(event))
@@ -57,4 +60,6 @@ def one_long_word(tokens: int = 4000) -> str:
     for n in range(tokens):
         moved = {name: model[name] + n * step for name in ("t", "start", "draft_end", "verify_start", "verify_end")}
         events.append({**model, **moved, "round": n, "tokens": [{**model["tokens"][0], "text": "word"}]})
+    end = next(json.loads(line) for line in lines if json.loads(line)["kind"] == "run_end")
+    events.append({**end, "t": events[-1]["t"]})
     return "\n".join(json.dumps({**event, "seq": seq}) for seq, event in enumerate(events, start=1))
