@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         check_hardware(os.environ)
-        model, load = find_engine(args.engine, args.token, args.model)
+        model, load, traits = find_engine(args.engine, args.token, args.model)
         with closing(Session(load)) as session:
             where = {"server_name": args.host, "server_port": args.port, "share": args.share, "inbrowser": args.open}
-            build(session, model, args.draft_model).launch(**where, **launch_kwargs(session))
+            build(session, model, args.draft_model, traits).launch(**where, **launch_kwargs(session))
     except (EngineError, OSError) as error:
         taken = f"port {args.port} is in use: stop the other program or choose another --port"
         print(f"app.py: {taken if 'empty port' in str(error) else error}", file=sys.stderr)

@@ -12,14 +12,19 @@ from engine.serve.remote import Remote
 from engine.serve.remote_run import RemoteRun
 from engine.serve.runs import RunSettings
 from engine.serve.session import Loader, load_engine
+from engine.serve.traits import Traits
 
 
-def find_engine(url: str | None, token: str, model: str) -> tuple[str, Loader]:
-    """(model, loader) of the engine at `url`; without one, of `model` in this process. Raises RemoteError."""
+def find_engine(url: str | None, token: str, model: str) -> tuple[str, Loader, Traits]:
+    """(model, loader, the model's traits) of the engine at `url`; without one, of `model` in this process.
+
+    Raises RemoteError.
+    """
     if url is None:
-        return model, load_engine
+        return model, load_engine, Traits.of(model)
     remote = Remote(url, token)
-    return str(remote.info()["model"]), remote_loader(remote)
+    info = remote.info()
+    return str(info["model"]), remote_loader(remote), Traits.from_json(info.get("traits"))
 
 
 def remote_loader(remote: Remote) -> Loader:

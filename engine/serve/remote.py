@@ -36,7 +36,10 @@ class Remote:
             raise RemoteError(f"{self.url!r} is no address of an engine: use ws://HOST:PORT") from None
 
     def info(self) -> dict[str, Any]:
-        """What the engine says of itself: `model`, `host`. Raises RemoteError when it is not there or refuses us."""
+        """What the engine says of itself: `model`, its `traits`, `host`.
+
+        Raises RemoteError when it is not there or refuses us.
+        """
         try:
             with self.connect() as socket:
                 say(socket, op="info", token=self.token)

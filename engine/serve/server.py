@@ -19,6 +19,7 @@ from engine.events import SCHEMA_VERSION
 from engine.serve.conversation import NORMAL, POLICY_VIOLATION, Conversation, Refused
 from engine.serve.runs import Run, RunSettings
 from engine.serve.session import Session
+from engine.serve.traits import Traits
 
 #: Longest message from a page: a start with its prompts.
 START_BYTES = 256 * 1024
@@ -77,7 +78,8 @@ class EngineServer:
         if not isinstance(token, str) or not hmac.compare_digest(token.encode(errors="replace"), self._token):
             raise Refused("the token is wrong: use the one that the engine was started with")
         if op == "info":
-            machine = {"model": self._offer.config.model, "host": platform.node()}
+            model = self._offer.config.model
+            machine = {"model": model, "traits": Traits.of(model).to_json(), "host": platform.node()}
             await conversation.say(op="info", schema=SCHEMA_VERSION, **machine)
             return
         run = self._start(greeting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from engine.config import (
 from engine.control.presets import PRESETS
 from engine.errors import UsageError
 from engine.serve.runs import RunSettings
+from engine.serve.traits import Traits
 
 #: Openings by their kind of text.
 OPENINGS = {
@@ -77,6 +77,7 @@ class Controls:
     """All inputs of a run. `settings` reads them in the order of `components`."""
 
     model: str
+    traits: Traits
     prompt: gr.Textbox
     link: gr.Dropdown
     draft: gr.Dropdown
@@ -130,19 +131,6 @@ def _small_model(draft_model: str | None) -> list[tuple[str, str]]:
     return [(f"{Path(draft_model).name} (a small model)", f"{MODEL_DRAFT}{draft_model}")] if draft_model else []
 
 
-def has_chat_template(model: str) -> bool:
-    """Whether the model's directory holds a template; of a hub's model that is known when it is loaded."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return True
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError):
-        return False
-
-
 def _link(choice: str, chosen: dict[str, Any]) -> LinkConfig:
     if choice == CUSTOM_LINK:
         return LinkConfig("emulated", gbps=chosen["link_gbps"], latency_us=chosen["link_latency_us"])
@@ -162,16 +150,19 @@ def create_prompt() -> gr.Textbox:
     return prompt
 
 
-def create_controls(model: str, prompt: gr.Textbox, draft_model: str | None = None) -> Controls:
-    """Everything but the prompt, generated from the engine's knobs. `model` is the one the page runs.
+def create_controls(
+    model: str, prompt: gr.Textbox, draft_model: str | None = None, traits: Traits | None = None
+) -> Controls:
+    """Everything but the prompt, generated from the engine's knobs. `model` is the one the page runs; its `traits`
+    are read here where nobody else (an engine on another machine) tells them.
 
     A visitor may not name a `draft_model`: it would be loaded from wherever they say.
     """
-    limits = model_limits(model)
+    traits = traits or Traits.of(model)
     knobs: dict[str, KnobControl] = {}
 
     def add(*names: str) -> None:
-        knobs.update({name: create_knob(KNOBS[name], limits.get(name)) for name in names})
+        knobs.update({name: create_knob(KNOBS[name], traits.limits.get(name)) for name in names})
 
     with gr.Accordion("Draft", open=True):
         add("k", "k_max")
@@ -202,14 +193,15 @@ def create_controls(model: str, prompt: gr.Textbox, draft_model: str | None = No
         add("max_new_tokens", "temperature", "top_k", "top_p", "seed", "prefetch_depth")
         dtype = gr.Radio(list(DTYPES), value="float32", label="Precision · next run", elem_id="sv-dtype")
         chat = gr.Checkbox(
-            False, label="Chat · next run", elem_id="sv-chat", visible=has_chat_template(model),
+            False, label="Chat · next run", elem_id="sv-chat", visible=traits.chat,
             info="The prompt is a message to answer, put into the model's chat template.",
         )  # fmt: skip
     missing = KNOBS.keys() - knobs.keys()
     if missing:
         with gr.Accordion("More", open=False):
             add(*sorted(missing))
-    return Controls(model, prompt, link, draft, dtype, chat, sequences, {name: knobs[name] for name in KNOBS})
+    ordered = {name: knobs[name] for name in KNOBS}
+    return Controls(model, traits, prompt, link, draft, dtype, chat, sequences, ordered)
 
 
 def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:
@@ -232,18 +224,3 @@ def create_knob(knob: Knob, maximum: float | None = None) -> KnobControl:
         number = gr.Number(knob.default, step=step, precision=precision, **common)
         return KnobControl(knob, number)
     return KnobControl(knob, gr.Slider(knob.minimum, top, min(knob.default, top), step=step, **common))
-
-
-def model_limits(model: str) -> dict[str, float]:
-    """Upper ends of sliders that the model itself sets, where its config.json is at hand."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-    limits = {
-        "slots": experts,
-        "prefetch_depth": config.get("num_hidden_layers"),
-        "max_new_tokens": config.get("max_position_embeddings"),
-    }
-    return {name: limit for name, limit in limits.items() if isinstance(limit, int) and limit > 0}

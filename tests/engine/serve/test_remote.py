@@ -177,8 +177,8 @@ def test_wrong_tokens_and_addresses_are_refused_in_one_line(wire):
         with pytest.raises(RemoteError, match=why) as refusal:
             find_engine(url, token, "m")
         assert "\n" not in str(refusal.value)
-    model, _ = find_engine(address, TOKEN, "m")
-    assert model == "their model"
+    model, _, traits = find_engine(address, TOKEN, "m")
+    assert model == "their model" and traits.limits == {} and traits.chat
 
 
 def test_a_start_needs_the_token_and_settings_that_make_sense(wire):

@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.serve.client import find_engine
 from engine.serve.runs import RunSettings
 from engine.serve.session import Session
+from engine.serve.traits import Traits
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "Tom had a red kite."
@@ -41,8 +42,8 @@ def served():
 
 def test_the_text_is_what_the_engine_says_here_and_ctrl_c_ends_it(served):
     process, address = served
-    model, load = find_engine(address, "hidden", "unused")
-    assert Path(model).is_dir()
+    model, load, traits = find_engine(address, "hidden", "unused")
+    assert Path(model).is_dir() and traits == Traits.of(model) and traits.limits["slots"] == 16
     session = Session(load, viewer_ttl=600)  # nobody watches here, however slow the machine is
     try:
         run = session.start(RunSettings((PROMPT,), SETTINGS, GENERATION, {"k": 3, "slots": 4}))
