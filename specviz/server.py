@@ -48,14 +48,19 @@ def health(session: Session) -> Callable[[Request], Response]:
 
 
 class Exports:
-    """A run as a file to keep: trace.json, events.ndjson (`?from=SEQ` for a part), summary.json, summary.csv."""
+    """A run as a file to keep: trace.json, events.ndjson (`?from=SEQ` for a part), summary.json, summary.csv.
+
+    The address holds the run's token or, for those who watch, the name of its room.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     async def endpoint(self, request: Request) -> Response:
         params = request.path_params
-        hub = self._session.registry.find(params["run"], params["token"])
+        registry = self._session.registry
+        run, token = params["run"], params["token"]
+        hub = registry.find(run, token) or registry.seen_from(token, run)
         if hub is None or params["name"] not in MAKERS:
             return PlainTextResponse("no such run: it may be too long ago", 404)
         start = request.query_params.get("from", "1")

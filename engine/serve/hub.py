@@ -232,6 +232,11 @@ class HubRegistry:
         hub = self._runs.get(run) if isinstance(run, str) else None
         return hub if hub is not None and hub.authorizes(token) else None
 
+    def seen_from(self, room: object, run: object) -> RunHub | None:
+        """The run, if it is known and whoever knows the name of `room` may watch it."""
+        hub = self._runs.get(run) if isinstance(run, str) else None
+        return hub if hub is not None and hub.room is not None and hub.room == room else None
+
     def latest(self, room: str) -> RunHub | None:
         """The newest run of a room that has begun, or else the first that waits; None without any."""
         with self._lock:

@@ -85,6 +85,11 @@ def test_others_watch_and_change_nothing(open_page, app):
         wait_for_tokens(student, 3)
         assert not student.is_visible("#sv-generate") and not student.is_visible("#sv-stop")
         assert student.evaluate("specviz.state.run") == teacher.evaluate("specviz.state.run")
+    # They may save what they see, though they have no run of their own.
+    assert students[0].is_visible("#sv-downloads")
+    saved = [json.loads(line) for line in export(students[0], app, "events").splitlines()]
+    assert [event["seq"] for event in saved] == list(range(1, len(saved) + 1)) and saved[-1]["kind"] != "run_end"
+    assert '"round"' in export(students[0], app, "trace")
     students[0].evaluate("specviz.stop(); specviz.set('k', 3)")
     students[0].wait_for_function("document.querySelector('.sv-notice').textContent.includes('you are watching')")
     students[1].close()  # leaving stops nobody

@@ -271,6 +271,18 @@ def test_exports_need_the_token_and_hold_the_run(client, session):
         assert client.get(path).status_code == 404
 
 
+def test_who_watches_a_room_may_save_its_runs_and_no_others(client, session):
+    room, elsewhere = (rooms.room_of(rooms.new_key()) for _ in range(2))
+    settings = RunSettings(("Once",), generation=GenerationConfig(max_new_tokens=5))
+    seen, other, alone = (session.start(settings, where) for where in (room, elsewhere, None))
+    assert session.wait_idle(10)
+    assert client.get(f"/specviz/export/{seen.id}/{room}/events.ndjson").text.splitlines() == seen.hub.lines()
+    assert client.get(f"/specviz/export/{seen.id}/{room}/trace.json").json()["traceEvents"]
+    for run in (other, alone):
+        assert client.get(f"/specviz/export/{run.id}/{room}/events.ndjson").status_code == 404
+    assert client.get(f"/specviz/export/{alone.id}/None/events.ndjson").status_code == 404
+
+
 def test_watchers_see_one_run_after_the_other_and_change_nothing(client, session):
     room = rooms.room_of(rooms.new_key())
 
