@@ -51,6 +51,15 @@ class SpecViz {
     this.#stage.compare.begin(compare);
   }
 
+  /** A side of the comparison that was over before the page was reloaded. */
+  compared({ side, label }, events) {
+    this.#stage.compare.recall(side, label, events);
+  }
+
+  get whatif() {
+    return this.#stage.whatif;
+  }
+
   /** See the runs of a room, one after the other. */
   watch(room) {
     this.#connect({ room }, { mode: "watching", began: null });

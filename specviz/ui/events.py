@@ -10,7 +10,7 @@ import gradio as gr
 
 from engine.serve.session import Session
 from specviz.ui import handlers
-from specviz.ui.compare import CompareControls, compare
+from specviz.ui.compare import CompareControls, Comparisons
 from specviz.ui.controls import Controls
 from specviz.ui.presets import PRESETS, PresetControls, schema
 
@@ -34,7 +34,7 @@ def run_event(session: Session, inputs: list[gr.components.Component]) -> dict[s
         "trigger_mode": "once",
         "concurrency_id": "engine",
         "concurrency_limit": session.max_waiting + 2,
-        "js": f"(...values) => window.specvizBridge?.clicked(values, {first}) ?? values",
+        "js": f"async (...values) => (await window.specvizBridge?.clicked(values, {first})) ?? values",
     }
 
 
@@ -43,20 +43,21 @@ def bind_more_runs(
     controls: Controls,
     plain: gr.Button,
     versus: CompareControls,
+    comparisons: Comparisons,
     outputs: list[gr.components.Component],
     key: gr.State,
 ) -> None:
     """The baseline, and A against B: runs in the same line as all others."""
 
-    async def baseline(*values: Any) -> AsyncIterator[tuple[str, handlers.RunRef]]:
+    async def baseline(*values: Any) -> AsyncIterator[tuple[str, Any]]:
         """The same request decoded plainly; messages as of generate."""
         async for message in handlers.generate(session, controls, list(values[:-1]), values[-1], k=0):
             yield message
 
-    async def both(*values: Any) -> AsyncIterator[tuple[str, handlers.RunRef]]:
+    async def both(*values: Any) -> AsyncIterator[tuple[str, Any]]:
         """One request with two sets of settings, one after the other; messages as of generate, with the side."""
         count = len(controls.components)
-        async for message in compare(session, controls, values[:count], values[count:-1], values[-1]):
+        async for message in comparisons.begin(controls, values[:count], values[count:-1], values[-1]):
             yield message
 
     private: dict[str, Any] = {"api_visibility": "private"}

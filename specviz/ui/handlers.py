@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ from specviz.ui.controls import Controls
 #: (run id, token), or None before the first run.
 RunRef = tuple[str, str] | None
 
+GoOn = Callable[[Run, dict[str, Any]], AsyncGenerator[tuple[str, Any], None]]
+
 GRACE_S = 3.0
 TURN_S = 0.15
 TURN_BYTES = 256 * 1024
@@ -34,7 +36,7 @@ IDLE_S = 1.0
 
 async def generate(
     session: Session, controls: Controls, values: list[Any], key: str = "", **changes: Any
-) -> AsyncIterator[tuple[str, RunRef]]:
+) -> AsyncIterator[tuple[str, Any]]:
     """Start a run and yield (message, run): how to attach, then what the websocket does not carry, then the end.
 
     Messages are JSON texts for bridge.js. The generator stays with the run until it ends, as one of its viewers.
@@ -61,10 +63,11 @@ def start(session: Session, settings: RunSettings, key: str) -> Run:
     return session.start(settings, room_of(key) if is_key(key) else None)
 
 
-async def rejoin(session: Session, stored: str) -> AsyncIterator[tuple[str, RunRef, str]]:
+async def rejoin(session: Session, stored: str, go_on: GoOn | None = None) -> AsyncIterator[tuple[str, Any, str]]:
     """What a page that was (re)loaded gets: (message, run, key). It goes on with its run if that still is on.
 
-    `stored` is what bridge.js kept in the tab: {"key", "run", "token"} as JSON, or nothing.
+    `stored` is what bridge.js kept in the tab: {"key", "run", "token"} as JSON, or nothing. `go_on` stands by a run
+    that may be one of several; `stand_by` unless told.
     """
     kept = _object(stored)
     key = str(kept.get("key"))
@@ -75,7 +78,7 @@ async def rejoin(session: Session, stored: str) -> AsyncIterator[tuple[str, RunR
     if run is None or run.over:
         yield json.dumps({"op": "room", **room}), None, key
         return
-    async with aclosing(stand_by(run, room)) as messages:
+    async with aclosing((go_on or stand_by)(run, room)) as messages:
         async for message, ref in messages:
             yield message, ref, key
 
@@ -88,20 +91,23 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-async def stand_by(run: Run, more: dict[str, Any]) -> AsyncGenerator[tuple[str, RunRef], None]:
-    """Stay with a run until it ends, as one of its viewers; `more` goes with the first message and the last."""
+async def stand_by(run: Run, more: dict[str, Any]) -> AsyncGenerator[tuple[str, Any], None]:
+    """Stay with a run until it ends, as one of its viewers; `more` goes with the first message and the last.
+
+    Only the first message names the run: the page may have gone on to another one when later ones come.
+    """
     ref = (run.id, run.token)
     viewer = run.hub.attach(1, "generator")
     try:
         yield json.dumps({"op": "attach", "run": run.id, "token": run.token, **more}), ref
         async for frame in fallback(run, viewer):
-            yield f'{{"op":"feed","batch":{frame}}}', ref
+            yield f'{{"op":"feed","batch":{frame}}}', gr.skip()
         end = run.hub.end
         assert end is not None
         if end.error:
             gr.Warning(end.error, title="The run failed")
         done = {"op": "end", "run": run.id, "last": run.hub.last_seq, "status": end.status, "error": end.error}
-        yield json.dumps({**done, **more, "results": end.summary}), ref
+        yield json.dumps({**done, **more, "results": end.summary}), gr.skip()
     finally:
         run.hub.detach(viewer)
 

@@ -11,10 +11,11 @@ import gradio as gr
 
 from engine.config import EMBEDDED_MODEL
 from engine.serve.session import Session
+from engine.serve.traits import Traits
 from specviz.assets import PlotlyScript
 from specviz.server import create_routes
 from specviz.ui import handlers
-from specviz.ui.compare import create_compare
+from specviz.ui.compare import Comparisons, create_compare
 from specviz.ui.controls import Controls, KnobControl, create_controls, create_prompt
 from specviz.ui.events import QUIET, bind_more_runs, bind_settings, named, run_event
 from specviz.ui.panels import create_host, head
@@ -56,8 +57,13 @@ STORED = """() => {
 QUEUE_SIZE = 64
 
 
-def build(session: Session, model: str = str(EMBEDDED_MODEL), draft_model: str | None = None) -> gr.Blocks:
-    """The whole page for one engine session: `model` is what its runs load; `draft_model`, a small one, may draft."""
+def build(
+    session: Session, model: str = str(EMBEDDED_MODEL), draft_model: str | None = None, traits: Traits | None = None
+) -> gr.Blocks:
+    """The whole page for one engine session: `model` is what its runs load; `draft_model`, a small one, may draft;
+    `traits` are the model's where it lies on another machine.
+    """
+    comparisons = Comparisons(session)
     with gr.Blocks(title=TITLE, fill_width=True, analytics_enabled=False) as demo:
         run_ref = gr.State(None)
         key = gr.State("")
@@ -70,24 +76,24 @@ def build(session: Session, model: str = str(EMBEDDED_MODEL), draft_model: str |
                 with gr.Row(elem_id="sv-actions"):
                     go = gr.Button("Generate", variant="primary", min_width=120, elem_id="sv-generate")
                     halt = gr.Button("Stop", variant="stop", min_width=80, elem_id="sv-stop")
-                    share = gr.Button("Let others watch", min_width=240, elem_id="sv-share")
+                    share = gr.Button("Let others watch", size="sm", min_width=240, elem_id="sv-share")
                     share.click(None, js="() => window.specvizBridge?.share()", **named("share"))
                 presets = create_presets()
                 plain = gr.Button("Measure the baseline (k = 0)", size="sm", elem_id="sv-baseline")
-                controls = create_controls(model, prompt, draft_model)
-                versus = create_compare(model, controls)
+                controls = create_controls(model, prompt, draft_model, traits)
+                versus = create_compare(controls)
                 link = gr.Button("Link to these settings", size="sm", elem_id="sv-link-button")
                 _create_downloads()
             with gr.Column(scale=4, min_width=320, elem_id="sv-panels"):
                 create_host()
         _bind_run(session, controls, go, halt, wire, run_ref, key)
-        bind_more_runs(session, controls, plain, versus, [wire, run_ref], key)
+        bind_more_runs(session, controls, plain, versus, comparisons, [wire, run_ref], key)
         for control in controls.knobs.values():
             if control.knob.live:
                 _bind_knob(session, control, run_ref)
         bind_settings(demo, controls, presets, link)
         demo.load(None, js=FOLD_ON_PHONES, **named("fold"))
-        _bind_reload(session, demo, wire, run_ref, key)
+        _bind_reload(session, comparisons, demo, wire, run_ref, key)
     # The session keeps the line of runs and says when it is full; this bound only guards the server's memory.
     return demo.queue(max_size=QUEUE_SIZE)
 
@@ -108,7 +114,7 @@ def _bind_run(
     session: Session, controls: Controls, go: gr.Button, halt: gr.Button, wire: gr.Textbox, run_ref: gr.State,
     key: gr.State,
 ) -> None:  # fmt: skip
-    async def generate(*values: Any) -> AsyncIterator[tuple[str, handlers.RunRef]]:
+    async def generate(*values: Any) -> AsyncIterator[tuple[str, Any]]:
         """Generate text; yields JSON messages: attach (run and token), feed (events), end (status and results)."""
         async for message in handlers.generate(session, controls, list(values[:-1]), values[-1]):
             yield message
@@ -122,9 +128,11 @@ def _bind_run(
     halt.click(stop, run_ref, api_name="stop", trigger_mode="multiple", **QUIET)
 
 
-def _bind_reload(session: Session, demo: gr.Blocks, wire: gr.Textbox, run_ref: gr.State, key: gr.State) -> None:
-    async def rejoin(stored: str) -> AsyncIterator[tuple[str, handlers.RunRef, str]]:
-        async for message in handlers.rejoin(session, stored):
+def _bind_reload(
+    session: Session, comparisons: Comparisons, demo: gr.Blocks, wire: gr.Textbox, run_ref: gr.State, key: gr.State
+) -> None:
+    async def rejoin(stored: str) -> AsyncIterator[tuple[str, Any, str]]:
+        async for message in handlers.rejoin(session, stored, comparisons.go_on):
             yield message
 
     demo.load(

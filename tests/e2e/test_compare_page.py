@@ -56,6 +56,18 @@ def test_a_against_b_then_the_baseline_beside_the_draft(open_page, app):
     wait_for_words(page, "speed", "the same memory")
 
 
+def test_a_reload_in_the_second_side_keeps_the_first(open_page, app):
+    page = open_page(reloads=True)
+    shorten(page, 24)
+    page.get_by_role("button", name="Compare A with B").click()
+    page.click("#sv-compare-go")
+    wait_for_words(page, "compare", "A: finished")
+    page.wait_for_function(f"{RUN}.status === 'running'")
+    page.reload()
+    wait_for_words(page, "compare", "both measured")
+    assert "identical ✓" in say(page, "compare")
+
+
 def test_stop_ends_the_comparison_and_an_emptied_box_changes_nothing(open_page, app):
     page = open_page()
     choose_slow_link(page)

@@ -13,7 +13,8 @@ from engine.errors import UsageError
 from engine.events import RunStart
 from engine.serve.runs import RunSettings
 from specviz.compare import AS_SET, create_side, running_order, with_memory_of
-from specviz.ui.compare import VARIED, compare, create_compare
+from specviz.ui import handlers
+from specviz.ui.compare import VARIED, Comparisons, create_compare
 from specviz.ui.controls import create_controls, create_prompt
 
 BASE = RunSettings(
@@ -63,20 +64,20 @@ def test_the_drafts_bytes_become_the_nearest_number_of_slots(draft, slots):
     assert with_memory_of(drafting, started(draft, 400, 4)) == drafting
 
 
-def run(session, changes: dict[str, dict], equal: bool, during=None) -> list[dict]:
+def run(session, changes: dict[str, dict], equal: bool, during=None, comparisons=None) -> list[dict]:
     with gr.Blocks():
         controls = create_controls("some/model", create_prompt())
-        versus = create_compare("some/model", controls)
+        versus = create_compare(controls)
     values = [component.value for component in controls.components]
     fields = [changes.get(side, {}).get(name, AS_SET) for side in "AB" for name in VARIED]
     assert len(fields) == len(versus.fields)
 
     async def follow() -> list[dict]:
         messages = []
-        async for text, ref in compare(session, controls, values, [*fields, equal]):
+        async for text, ref in (comparisons or Comparisons(session)).begin(controls, values, [*fields, equal]):
             messages.append(json.loads(text))
-            if during:
-                during(messages[-1], ref)
+            if during and during(messages[-1], ref):
+                break
         return messages
 
     return asyncio.run(follow())
@@ -110,3 +111,36 @@ def test_a_refused_side_is_said_before_anything_runs(session, loader):
     with pytest.raises(gr.Error, match="out of range"):
         run(session, {"B": {"k": 40}}, equal=False)
     assert not loader.engines
+
+
+def test_a_page_that_was_reloaded_goes_on_with_both_sides(session, loader):
+    """It leaves in the middle of the first side, and comes back to it; then once more in the second."""
+    comparisons = Comparisons(session)
+    stored: list[str] = []
+
+    def leave(message: dict, ref) -> bool:
+        stored.append(json.dumps({"key": "k" * 30, "run": ref[0], "token": ref[1]}))
+        return True
+
+    async def come_back(until: str) -> list[dict]:
+        messages = []
+        async for text, _, _ in handlers.rejoin(session, stored[-1], comparisons.go_on):
+            message = json.loads(text)
+            messages.append(message)
+            if message["op"] == "attach" and message["compare"]["side"] == until:
+                stored.append(json.dumps({"run": message["run"], "token": message["token"]}))
+                break
+        return messages
+
+    run(session, {"A": {"k": 0}, "B": {"k": 3}}, equal=False, during=leave, comparisons=comparisons)
+    messages = asyncio.run(come_back("B"))
+    assert [(m["op"], m["compare"]["side"]) for m in messages if m["op"] != "feed"] == [
+        ("attach", "A"), ("end", "A"), ("attach", "B"),
+    ]  # fmt: skip
+    assert messages[0]["key"] == "k" * 30 and "key" not in messages[-1]
+    again = asyncio.run(come_back("nobody"))
+    assert [(m["op"], m["compare"]["side"]) for m in again if m["op"] != "feed"] == [("attach", "B"), ("end", "B")]
+    (before,) = again[0]["compare"]["before"]
+    assert (before["run"], before["side"]) == (messages[0]["run"], "A")
+    assert session.registry.find(before["run"], before["token"]).end.status == "finished"
+    assert len(session.registry) == 2  # no side ran twice

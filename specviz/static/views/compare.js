@@ -37,6 +37,18 @@ export function createCompare({ plotter, wake }) {
     if (told.first) sides = {};
     picture.hidden = false;
     current = sides[told.side] = new Side(told.side, told.label);
+    list();
+  }
+
+  /** A side that was over before the page was reloaded; nothing when its events are gone. */
+  function recall(name, label, events) {
+    if (!current || !events.length) return;
+    sides[name] = new Side(name, label);
+    for (const event of events) sides[name].add(event);
+    list();
+  }
+
+  function list() {
     settings.replaceChildren(...present(sides).map(({ name, label }) => el("div", {}, el("dt", { text: name }), el("dd", { text: label }))));
     changed();
   }
@@ -61,7 +73,7 @@ export function createCompare({ plotter, wake }) {
     texts.replaceChildren(...(sides.A?.over && sides.B?.over ? difference(sides.A, sides.B) : []));
   }
 
-  return { root: panel.root, begin, add, draw, refreshTable: panel.refreshTable };
+  return { root: panel.root, begin, recall, add, draw, refreshTable: panel.refreshTable };
 }
 
 const HINT = "Nothing was compared yet: open “Compare A with B” among the controls, and press Compare.";
