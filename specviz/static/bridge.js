@@ -4,6 +4,7 @@
  */
 
 import * as controls from "./controls.js";
+import { Presses } from "./press.js";
 import { settingsOf } from "./settings.js";
 
 const base = new URL("../", import.meta.url);
@@ -12,6 +13,10 @@ let opened = null; // the text of a recording that somebody opened
 let next = 1; // the first sequence number that the generator has not brought yet
 let filling = Promise.resolve();
 const kept = {}; // {key, room} of this page, {run, token} of its last run
+const presses = new Presses({
+  status: () => window.specviz?.state?.metrics.run.status,
+  tell: (words) => window.specviz?.tell(words),
+});
 const watching = new URLSearchParams(window.location.search).get("watch");
 
 /** Passes a batch on, after what is missing before it. */
@@ -60,16 +65,19 @@ function receive(text) {
   }
   if (message.key) remember({ key: message.key, room: message.room });
   if (watching) return; // those who watch have no run of their own
+  if (message.op === "end") presses.ended(message.run);
   if (message.op === "attach") {
     current = { run: message.run, token: message.token };
     next = 1;
+    presses.began(message.run);
     remember(current);
     window.specviz?.attach({ ...current, rejoined: Boolean(message.key), compare: message.compare });
     if (message.key) showSettings(current);
+    if (message.key) recall(message.compare?.before ?? []);
   } else if (message.op === "feed") {
     const run = current;
     filling = filling.then(() => feed(run, message.batch));
-  } else if (message.op === "end") {
+  } else if (message.op === "end" && message.run === current?.run) {
     const run = current;
     filling = filling.then(() => fill(run, message.last));
   }
@@ -84,6 +92,11 @@ async function showSettings(run) {
   }
 }
 
+/** After a reload in the middle of a comparison: the sides that are over. */
+async function recall(before) {
+  for (const side of before) window.specviz?.compared(side, await fetchEvents(side, 1));
+}
+
 /** Kept for this tab alone: after a reload, it goes on with its run, and its watch link stays the same. */
 function remember(values) {
   Object.assign(kept, values);
@@ -96,7 +109,7 @@ function remember(values) {
 
 /** Shows the link with which others watch this page's runs, and copies it where the browser allows that. */
 async function share() {
-  if (!kept.room) return;
+  if (!kept.room) return window.specviz?.tell("The link is not there yet, since the page is still loading: try again in a moment.");
   const link = new URL(window.location.href);
   link.search = new URLSearchParams({ watch: kept.room });
   link.hash = "";
@@ -110,9 +123,10 @@ async function share() {
   window.specviz?.tell(`Whoever opens this link sees your runs and can change nothing${copied}: ${link.href}`);
 }
 
-/** Saves the current run, or the recording while there is no run yet. */
+/** Saves the current run (those who watch: the one they see), or the recording while there is no run yet. */
 function download(name) {
-  if (current) return save(name, exportUrl(current, name));
+  const run = watching && window.specviz?.state?.run ? { run: window.specviz.state.run, token: watching } : current;
+  if (run) return save(name, exportUrl(run, name));
   if (opened) return saveBlob("recording.ndjson", new Blob([opened], { type: "application/x-ndjson" }));
   return save("recording.ndjson", new URL("recording.ndjson", base).href);
 }
@@ -157,4 +171,12 @@ if (watching) {
   window.specviz?.watch(watching);
 }
 
-window.specvizBridge = { receive, download, picture, open, share, ...controls };
+/** The page's key comes with its first answer: a run that started without it could not be watched. */
+async function clicked(values, first) {
+  const filled = controls.clicked(values, first);
+  for (let i = 0; i < 60 && !kept.room; i++) await new Promise((resolve) => setTimeout(resolve, 50));
+  return filled;
+}
+
+presses.watch();
+window.specvizBridge = { receive, download, picture, open, share, ...controls, clicked };

@@ -176,3 +176,18 @@ def test_a_phone_is_wide_enough(open_page):
         assert page.locator(part).bounding_box()["width"] > 280, part
     assert not page.is_visible("#sv-k input[type=range]"), "the knobs stand between the prompt and the panels"
     wait_for_status(page, "finished")
+
+
+def test_a_click_right_after_a_stop_starts_a_run_and_one_while_it_is_on_is_refused(open_page, app):
+    page = open_page()
+    choose_slow_link(page)
+    page.click("#sv-generate")
+    wait_for_tokens(page, 2)
+    first = page.evaluate("window.specviz.state.run")
+    page.click("#sv-generate")
+    page.wait_for_function("document.querySelector('.sv-notice').textContent.includes('still on')")
+    assert page.evaluate("window.specviz.state.run") == first and app.health()["waiting"] == 0
+    page.evaluate("for (const id of ['sv-stop', 'sv-generate']) document.getElementById(id).click()")
+    page.wait_for_function(f"window.specviz.state.run !== {first!r} && {RUN}.status === 'running'")
+    page.click("#sv-stop")
+    wait_for_status(page, "stopped")
