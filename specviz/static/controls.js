@@ -1,6 +1,6 @@
 // What Gradio's own events ask of the page's controls: values that are missing, and settings that come from elsewhere.
 
-import { fromAddress, merge, permalink, read } from "./settings.js";
+import { askedIn, fromAddress, merge, named, permalink, read } from "./settings.js";
 
 const numbers = new Map();
 
@@ -18,6 +18,7 @@ export function clicked(values, first) {
 
 let wanted = {};
 let shown = null; // settings that came from the run itself
+let lent = null; // what stood in the controls before the tour, {} until the controls say so
 
 /** Set controls; live knobs reach a run that is on. Gradio's own button carries it, so that its values change. */
 export function apply(settings) {
@@ -31,8 +32,21 @@ export function show(settings) {
   apply(settings);
 }
 
+/** Remember what the controls show when settings are applied next, for `giveBack`. */
+export function borrow() {
+  lent = {};
+}
+
+/** Set the controls `names` to what they showed when they were borrowed. */
+export function giveBack(names) {
+  const own = Object.entries(lent ?? {}).filter(([name]) => names.includes(name));
+  lent = null;
+  if (own.length) apply(Object.fromEntries(own));
+}
+
 /** The controls' values with the settings that wait to be applied. */
 export function applied(values, schema) {
+  if (lent && !Object.keys(lent).length) lent = read(values, schema);
   const running = wanted !== shown && window.specviz?.state?.metrics.run.status === "running";
   for (const entry of running ? schema : []) {
     if (entry.live && Object.hasOwn(wanted, entry.name)) window.specviz.set(entry.name, wanted[entry.name]);
@@ -42,10 +56,14 @@ export function applied(values, schema) {
 
 /** Puts a link with all settings into the address bar and, where the browser lets us, on the clipboard. */
 export function link(values, schema) {
-  const address = permalink(location.href, read(values, schema));
+  const address = permalink(location.href, { ...read(values, schema), ...named(window.specviz.whatif.values()) });
   history.replaceState(history.state, "", address);
   navigator.clipboard?.writeText(address).catch(() => {});
 }
 
 /** The controls' values with the settings of the page's own address. Nothing is run. */
-export const opened = (values, schema) => merge(values, fromAddress(location.href, schema), schema);
+export function opened(values, schema) {
+  const asked = askedIn(location.href);
+  if (Object.keys(asked).length) window.specviz.whatif.set(asked);
+  return merge(values, fromAddress(location.href, schema), schema);
+}

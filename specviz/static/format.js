@@ -19,6 +19,9 @@ export const integer = (value) => (known(value) ? FORMATS[0].format(Math.round(v
 
 export const percent = (share) => (known(share) ? `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %` : DASH);
 
+/** Sentences of the engine write 20%, the page 20 %. */
+export const spaced = (text) => text.replace(/(\d)%/g, "$1 %");
+
 export const probability = (value) => (known(value) ? value.toFixed(value < 0.01 && value > 0 ? 4 : 3) : DASH);
 
 /** Nanoseconds in the unit that suits them. */

@@ -44,6 +44,7 @@ export function settingsOf(events) {
 }
 
 const PREFIX = "sv.";
+const WHAT_IF = "whatif.";
 
 /** The page's address with all settings in its query; other parameters stay. */
 export function permalink(address, settings) {
@@ -68,4 +69,14 @@ export function fromAddress(address, schema) {
     else if (entry.kind === "text" || entry.kind === "choice") settings[entry.name] = text;
   }
   return settings;
+}
+
+/** Settings of the what-if panel under the names that they have in an address. */
+export const named = (asked) => Object.fromEntries(
+  Object.entries(asked).filter(([, value]) => value !== "").map(([name, value]) => [WHAT_IF + name, value]));
+
+/** What an address asks of the what-if panel; the panel itself leaves out what it does not know. */
+export function askedIn(address) {
+  const prefix = PREFIX + WHAT_IF;
+  return Object.fromEntries([...new URL(address).searchParams].filter(([name]) => name.startsWith(prefix)).map(([name, value]) => [name.slice(prefix.length), value]));
 }

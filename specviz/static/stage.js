@@ -63,11 +63,22 @@ export class Stage {
     this.live = el("p", { class: "sv-live", role: "status", "aria-live": "polite" });
     const panels = this.views.slice(1, -1).map((view) => view.root);
     this.root = el("div", { class: "sv" }, header.root, el("div", { class: "sv-grid" }, ...panels), this.chosen.root, this.live);
+    let asked = {};
     const tour = createTour({
       root: this.root,
       apply: (settings) => window.specvizBridge?.apply(settings),
       ask: (settings) => this.whatif.set(settings),
       run: () => document.querySelector("#sv-generate")?.click(),
+      borrow: () => {
+        asked = this.whatif.values();
+        window.specvizBridge?.borrow();
+      },
+      giveBack: (names) => {
+        this.whatif.restore(asked);
+        window.specvizBridge?.giveBack(names);
+        Object.assign(state, { message: "The tour is over: the settings are those that you had before it." });
+        this.wake(true);
+      },
     });
     header.tour.append(tour.start);
     header.root.after(tour.root);

@@ -1,6 +1,6 @@
 // What the what-if panel asks the server, and what its answer says in words. No model is loaded for it.
 
-import { number } from "./format.js";
+import { number, spaced } from "./format.js";
 
 const BASE = new URL("../whatif/", import.meta.url);
 /** Policies without speculation, and with it. */
@@ -34,5 +34,5 @@ export function verdict(report) {
   const ratio = drafting.tokens_per_second / plain.tokens_per_second;
   const pays = ratio > 1.02 ? `speculation pays, ${number(ratio)} times as fast` : ratio < 0.98 ? `speculation does not pay, ${number(ratio)} times as fast` : "speculation changes nothing";
   const best = ratio >= 1 ? drafting : plain;
-  return `${where}: ${number(drafting.tokens_per_second)} tokens/s with ${drafting.policy}, ${number(plain.tokens_per_second)} without a draft (${plain.policy}): ${pays}. What binds: ${best.reason.replace(/^\w+: /, "")}.`;
+  return `${where}: ${number(drafting.tokens_per_second)} tokens/s with ${drafting.policy}, ${number(plain.tokens_per_second)} without a draft (${plain.policy}): ${pays}. What binds: ${spaced(best.reason.replace(/^\w+: /, ""))}.`;
 }

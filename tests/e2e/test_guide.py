@@ -26,8 +26,11 @@ def wait_for_settings(page, **expected) -> None:
     assert expected.items() <= settings(page).items()
 
 
-def test_the_tour_sets_the_page_up_step_by_step(open_page, app):
+def test_the_tour_sets_the_page_up_step_by_step_and_gives_back_what_was_set(open_page, app):
     page = open_page()
+    page.fill("#sv-slots input[type=number]", "9")
+    page.keyboard.press("Tab")
+    before = settings(page)
     page.get_by_role("button", name="Tour").click()
     titles = []
     for step in range(8):
@@ -45,6 +48,10 @@ def test_the_tour_sets_the_page_up_step_by_step(open_page, app):
         assert app.health()["engine"] == "idle"  # a step sets up; a person runs
         page.get_by_role("button", name="Done" if step == 7 else "Next").click()
     assert len(set(titles)) == 8 and not page.is_visible(".sv-tour")
+    assert before["slots"] == "9" and before["auto"]
+    wait_for_settings(page, **before)
+    page.wait_for_function("document.querySelector('#sv-whatif-k').value === '8'")
+    assert page.evaluate("document.querySelector('#sv-whatif-batch').value") == "1"
 
 
 def test_a_preset_then_a_link_that_brings_it_back_without_running(open_page, app):
@@ -53,12 +60,21 @@ def test_a_preset_then_a_link_that_brings_it_back_without_running(open_page, app
     wait_for_settings(page, auto=False, k="8", slots="4")
     assert "half as fast" in page.input_value("#sv-preset-words textarea")
     page.fill("#sv-prompt textarea", "A <b>bold</b> fox & ${x}")
+    page.locator(".sv-panel-whatif").scroll_into_view_if_needed()
+    page.wait_for_function("document.querySelector('#sv-whatif-hardware').options.length > 1")
+    page.select_option("#sv-whatif-hardware", "a30")
+    page.fill("#sv-whatif-batch", "12")
     page.click("#sv-link-button")
     page.wait_for_function("location.search.includes('sv.draft=sparse-1')")
     address = page.evaluate("location.href")
     page.goto(address)
     page.wait_for_selector("#sv-generate")
     wait_for_settings(page, auto=False, k="8", slots="4", prompt="A <b>bold</b> fox & ${x}")
+    page.locator(".sv-panel-whatif").scroll_into_view_if_needed()
+    page.wait_for_function(
+        "document.querySelector('#sv-whatif-hardware').value === 'a30'"
+        " && document.querySelector('#sv-whatif-batch').value === '12'"
+    )
     page.wait_for_timeout(500)
     assert app.health()["engine"] == "idle"
 
@@ -86,7 +102,7 @@ def test_several_sequences_are_written_at_once(open_page, app):
     wait_for_tokens(page, 6)
     page.wait_for_function("document.querySelectorAll('.sv-panel-tokens .sv-sequence').length === 3")
     page.wait_for_function(
-        "document.querySelector('.sv-panel-speed .sv-sentence').textContent.startsWith('3 sequences together')"
+        "document.querySelector('.sv-panel-speed .sv-sentence').textContent.includes('3 sequences together')"
     )
     page.click("#sv-stop")
     assert wait_for_status(page, "stopped", "finished")

@@ -25,7 +25,7 @@ def controls():
 def run(script: str, **given):
     start = """
     const [base, given] = process.argv.slice(2);
-    const { merge, read, permalink, fromAddress } = await import(`file://${base}/settings.js`);
+    const { askedIn, merge, named, read, permalink, fromAddress } = await import(`file://${base}/settings.js`);
     const { STEPS } = await import(`file://${base}/tour.js`);
     const { values, known, settings, address } = JSON.parse(given);
     const say = (value) => console.log(JSON.stringify(value));
@@ -148,3 +148,11 @@ def test_the_last_step_begins_where_speculation_pays_and_less_acceptance_ends_it
         rates = {policy["policy"]: policy["tokens_per_second"] for policy in report["policies"]}
         ratios.append(rates["MoE-SpeQ"] / rates["on demand"])
     assert ratios[0] > 1.2 > 1 > ratios[1]
+
+
+def test_a_link_holds_what_the_what_if_panel_asks():
+    asked = {"hardware": "a30", "model": "mixtral-8x7b", "batch": "max", "k": "4", "acceptance": "0.8", "fast_gib": ""}
+    link = run('say(permalink("http://h:1/?sv.whatif.k=9&sv.slots=2", named(settings)));', settings=asked)
+    assert "sv.whatif.batch=max" in link and "fast_gib" not in link and "=9" not in link and "slots" not in link
+    back = run("say(askedIn(address));", address=link)
+    assert back == {name: value for name, value in asked.items() if value}

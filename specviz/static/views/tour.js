@@ -4,8 +4,11 @@ import { button, el, setText } from "../dom.js";
 import { reducedMotion } from "../theme.js";
 import { STEPS } from "../tour.js";
 
-/** `apply(settings)` sets the controls, `ask(settings)` the what-if panel, `run()` presses Generate. */
-export function createTour({ root: page, apply, ask, run }) {
+/**
+ * `apply(settings)` sets the controls, `ask(settings)` the what-if panel, `run()` presses Generate. `borrow()` and
+ * `giveBack(names)`: settings are the visitor's again when the tour is over.
+ */
+export function createTour({ root: page, apply, ask, run, borrow, giveBack }) {
   let at = null;
   const start = button("Tour: eight steps", "A guided tour: what each panel shows, with settings to try", () => go(0));
   const count = el("span", { class: "sv-tour-count" });
@@ -28,6 +31,7 @@ export function createTour({ root: page, apply, ask, run }) {
   }
 
   function go(step) {
+    if (at === null) borrow();
     at = step;
     const { title: name, text: words, look: hint, panel, set, whatif, run: runs } = STEPS[at];
     setText(count, `${at + 1} of ${STEPS.length}`);
@@ -52,6 +56,7 @@ export function createTour({ root: page, apply, ask, run }) {
 
   function close() {
     at = null;
+    giveBack([...new Set(STEPS.flatMap(({ set = {} }) => Object.keys(set)))]);
     mark(null);
     root.hidden = true;
     start.hidden = false;

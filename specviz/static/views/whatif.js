@@ -1,7 +1,7 @@
 // My model on that GPU: settings on top, tokens/s of every policy, one iteration as lanes, the roofs above it.
 
 import { el, legend, setText } from "../dom.js";
-import { number, percent } from "../format.js";
+import { number, percent, spaced } from "../format.js";
 import { createPanel, createTable } from "../panel.js";
 import { Plot } from "../plots.js";
 import { colours } from "../theme.js";
@@ -87,9 +87,15 @@ export function createWhatIf({ plotter, wake }) {
 
   return {
     root: panel.root, draw() {}, frame: iteration.frame, settings, refreshTable: panel.refreshTable,
+    values: settings.values,
     /** Take settings (of a tour or a link) and answer them when somebody looks. */
     set(values) {
       settings.set(values);
+      if (report) refresh();
+    },
+    /** Take what `values` gave before. */
+    restore(values) {
+      settings.restore(values);
       if (report) refresh();
     },
   };
@@ -111,7 +117,7 @@ function policyBars({ policies }, chosen, show) {
     el("span", { class: "sv-policy-name", text: policy.policy }),
     el("span", { class: "sv-policy-track" }, el("i", { class: `sv-policy-${kind}`, style: `width:${(100 * (rate ?? 0)) / most}%` })),
     el("b", { class: "sv-policy-rate", text: rate === null ? "–" : `${number(rate)} tokens/s` }),
-    el("span", { class: "sv-policy-why", text: policy.reason }));
+    el("span", { class: "sv-policy-why", text: spaced(policy.reason) }));
   });
 }
 

@@ -22,6 +22,7 @@ export function createWhatIfSettings(changed) {
   const complaint = el("p", { class: "sv-notice", role: "alert" });
   complaint.hidden = true;
   let waiting = {};
+  let begun = {};
   let most = false;
 
   const largest = button("Largest", "As many sequences as host memory holds", () => {
@@ -76,6 +77,7 @@ export function createWhatIfSettings(changed) {
       tell(id);
     }
     fitMemory();
+    begun = values();
     set(waiting);
   }
 
@@ -94,6 +96,9 @@ export function createWhatIfSettings(changed) {
     }
   }
 
+  /** As `set`, with the panel's own settings where `values` has none. */
+  const restore = (values) => set({ ...begun, ...values });
+
   /** What is wrong with a field, or "". */
   function fault() {
     const wrong = FIELDS.find(([id]) => !inputs[id].disabled && !inputs[id].checkValidity());
@@ -103,6 +108,7 @@ export function createWhatIfSettings(changed) {
   }
 
   function values() {
+    if (!lists.hardware.length) return waiting;
     const fields = Object.fromEntries(Object.entries(inputs).map(([id, node]) => [id, node.disabled ? "" : node.value]));
     const machine = { hardware: selects.hardware.node.value, model: selects.model.node.value };
     return { ...machine, ...fields, ...(most ? { batch: "max" } : {}) };
@@ -113,5 +119,5 @@ export function createWhatIfSettings(changed) {
     complaint.hidden = !text;
   }
 
-  return { root, fill, set, fault, values, complain };
+  return { root, fill, set, restore, fault, values, complain };
 }
