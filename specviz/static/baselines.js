@@ -43,5 +43,5 @@ export function baselineWords(baseline, facts, rate, format, bytes) {
   const ratio = rate / baseline.rate;
   const equal = baseline.memory === facts.memory.total;
   const memory = equal ? `the same memory, ${bytes(baseline.memory)}` : `with ${bytes(baseline.memory)} of memory instead of ${bytes(facts.memory.total)}`;
-  return ` ${answer(ratio, "measured")}: ${ratio.toFixed(2)} × the ${format(baseline.rate)} tokens/s of the same prompt without a draft (${memory}).`;
+  return `${answer(ratio, "measured")}: ${ratio.toFixed(2)} × the ${format(baseline.rate)} tokens/s of the same prompt without a draft (${memory}).`;
 }

@@ -106,7 +106,7 @@ function lengthFigure({ tokens_per_round: counts, mean_length: mean }, looks, ch
       type: "bar",
       x: counts.map((_, n) => n),
       y: counts,
-      marker: framed(looks.bonus, counts.map((_, n) => chosen.has(n)), looks),
+      marker: framed(looks.muted, counts.map((_, n) => chosen.has(n)), looks),
       hovertemplate: "%{x} tokens: %{y} rounds<extra></extra>",
     }],
     layout: {

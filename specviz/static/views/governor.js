@@ -1,7 +1,7 @@
 // Why this draft length: k over rounds, the reasons in words, and where a person's knob took effect.
 
 import { el, legend } from "../dom.js";
-import { value } from "../format.js";
+import { spaced, value } from "../format.js";
 import { createPanel } from "../panel.js";
 import { Plot, knobMarks, rings } from "../plots.js";
 import { roundsOf } from "../selection.js";
@@ -50,14 +50,21 @@ export function createGovernor({ state, plotter, selection, wake }) {
   return { root: panel.root, draw, reset: () => (shown = null), refreshTable: panel.refreshTable };
 }
 
-/** The choice and its reason; what the reason says of the same k by hand is not said twice. */
-export const words = (choice) => `k = ${choice.k}, ${who(choice)}: ${choice.reason.replace(/^k = \d+ was (?=set by hand)/, "")}`;
+/** Who chose, and why. Most reasons name the k that was chosen: it is not said twice, nor is who moved it by hand. */
+export function words({ k, reason, ...choice }, chosen = `k = ${k}`) {
+  const own = new RegExp(`\\bk = ${k}\\b`);
+  const why = spaced(reason.replace(/^probing /, ""));
+  if (!own.test(why)) return `${chosen}, ${who(choice)}: ${why}`;
+  const said = why.replace(own, chosen);
+  if (!choice.auto && !choice.probing) return said;
+  return `${choice.probing ? "A probe" : "The governor"}: ${said}`;
+}
 
 const who = (choice) => (choice.probing ? "a probe" : choice.auto ? "the governor" : "by hand");
 
 /** A change leads with what it changed: k = 8 → 3. */
 export const changed = (choice, before) =>
-  before && before.k !== choice.k ? `k = ${before.k} → ${choice.k}, ${words(choice).replace(/^k = \d+, /, "")}` : words(choice);
+  words(choice, before && before.k !== choice.k ? `k = ${before.k} → ${choice.k}` : undefined);
 
 /** The latest changes of k or of a knob, newest first; rounds that only repeat a choice say nothing new. */
 function recent(series, knobs) {
@@ -72,6 +79,7 @@ function governorFigure({ governor, knobs }, node, rounds) {
   const looks = colours(node);
   const { series } = governor;
   const chosen = series.filter((choice) => rounds?.has(choice.round));
+  const last = series.slice(-1).map((choice) => ({ ...choice, round: choice.round + 1 }));
   const probes = series.filter((choice) => choice.probing);
   const marks = (name, choices, marker) => ({
     name, type: "scatter", mode: "markers", x: choices.map((c) => c.round), y: choices.map((c) => c.k), marker,
@@ -80,7 +88,8 @@ function governorFigure({ governor, knobs }, node, rounds) {
   return {
     data: [
       {
-        name: "k", type: "scatter", mode: "lines", x: series.map((c) => c.round), y: series.map((c) => c.k),
+        // The last choice holds for a round, too.
+        name: "k", type: "scatter", mode: "lines", x: [...series, ...last].map((c) => c.round), y: [...series, ...last].map((c) => c.k),
         line: { shape: "hv", color: looks.draft, width: 2.5 }, hovertemplate: "round %{x}: k = %{y}<extra></extra>",
       },
       marks("probe", probes, { color: looks.corrected, size: 7, symbol: "diamond" }),

@@ -50,8 +50,10 @@ export function createSpeed({ state, plotter, selection, wake }) {
     }
     bar.setAttribute("aria-label", PARTS.map(([name]) => `${name} ${values[name].textContent}`).join(", "));
     baseline = acceptance.drafted ? state.baselines.find(facts, promptText(state.scene)) : null;
-    panel.say(sentence(time, run.sequences) + (baseline && time.mean_rate
-      ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest, state.mode !== "recording")));
+    // The question first: whether it pays.
+    const paid = baseline && time.mean_rate
+      ? baselineWords(baseline, facts, time.mean_rate, number, bytes) : verdict(time, governor.latest, state.mode !== "recording");
+    panel.say(`${paid} ${sentence(time, run)}`.trim());
     plot.invalidate();
   }
 
@@ -90,16 +92,23 @@ function speedFigure({ time, knobs }, node, rounds, baseline) {
 /** Against what: the same predictions that the governor compares, with the draft and without. */
 function verdict(time, latest, live) {
   if (!time.decode_ns || !latest) return "";
-  if (!latest.k) return " Nothing is drafted now (k = 0).";
-  const [drafting, plain] = [latest.predicted_rate[latest.k], latest.predicted_rate[0]];
-  const said = answer(drafting / plain, "predicted");
-  return ` ${said}: ${number(drafting)} tokens/s with k = ${latest.k}, ${number(plain)} without a draft (k = 0).${live ? " “Measure the baseline” makes sure." : ""}`;
+  const [plain, ...drafting] = latest.predicted_rate;
+  // Where nothing is drafted, the best draft is what plain decoding is held against.
+  const k = latest.k || 1 + drafting.indexOf(Math.max(...drafting));
+  const now = latest.k ? "" : "Nothing is drafted now (k = 0). ";
+  if (!drafting.length) return now.trim();
+  const said = answer(drafting[k - 1] / plain, "predicted");
+  const sure = live && latest.k ? " “Measure the baseline” makes sure." : "";
+  return `${now}${said}: ${number(drafting[k - 1])} tokens/s with k = ${k}, ${number(plain)} without a draft (k = 0).${sure}`;
 }
 
-function sentence(time, sequences) {
+function sentence(time, { sequences, status }) {
   if (!time.decode_ns) return "Speed shows with the first round.";
   const [name, ns] = [["drafting", time.draft_ns], ["verifying", time.verify_ns], ["waiting for experts", time.stall_ns]]
     .reduce((most, item) => (item[1] > most[1] ? item : most));
   const all = sequences > 1 ? `${sequences} sequences together: ` : "";
-  return `${all}${number(time.rate)} tokens/s in the last second, ${number(time.mean_rate)} over the run; most time went into ${name} (${percent(ns / time.decode_ns)}).`;
+  // The last second of a run that is over, often a short round, is no answer to how fast it was.
+  const rates = ["finished", "stopped"].includes(status)
+    ? `${number(time.mean_rate)} tokens/s over the whole run` : `${number(time.rate)} tokens/s in the last second, ${number(time.mean_rate)} over the run`;
+  return `${all}${rates}; most time went into ${name} (${percent(ns / time.decode_ns)}).`;
 }
