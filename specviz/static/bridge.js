@@ -6,6 +6,7 @@
 import * as controls from "./controls.js";
 import { Presses } from "./press.js";
 import { settingsOf } from "./settings.js";
+import { reducedMotion } from "./theme.js";
 
 const base = new URL("../", import.meta.url);
 let current = null; // {run, token} of this page's last run
@@ -171,9 +172,16 @@ if (watching) {
   window.specviz?.watch(watching);
 }
 
+/** On a phone the panels are below the controls: whoever starts a run wants to see it, but for a tour's own panel. */
+function showPanels() {
+  if (!window.matchMedia("(max-width: 899px)").matches || document.querySelector(".sv-tour:not([hidden])")) return;
+  document.querySelector(".sv-header")?.scrollIntoView({ behavior: reducedMotion() ? "auto" : "smooth" });
+}
+
 /** The page's key comes with its first answer: a run that started without it could not be watched. */
 async function clicked(values, first) {
   const filled = controls.clicked(values, first);
+  showPanels();
   for (let i = 0; i < 60 && !kept.room; i++) await new Promise((resolve) => setTimeout(resolve, 50));
   return filled;
 }

@@ -18,7 +18,7 @@ export function clicked(values, first) {
 
 let wanted = {};
 let shown = null; // settings that came from the run itself
-let lent = null; // what stood in the controls before the tour, {} until the controls say so
+let lent = null; // {} from the tour's beginning on, {values} of the controls once they said so, and the names to give back
 
 /** Set controls; live knobs reach a run that is on. Gradio's own button carries it, so that its values change. */
 export function apply(settings) {
@@ -39,19 +39,24 @@ export function borrow() {
 
 /** Set the controls `names` to what they showed when they were borrowed. */
 export function giveBack(names) {
-  const own = Object.entries(lent ?? {}).filter(([name]) => names.includes(name));
-  lent = null;
-  if (own.length) apply(Object.fromEntries(own));
+  if (!lent?.values) return;
+  lent.names = names;
+  apply(Object.fromEntries(Object.entries(lent.settings).filter(([name]) => names.includes(name))));
 }
 
 /** The controls' values with the settings that wait to be applied. */
 export function applied(values, schema) {
-  if (lent && !Object.keys(lent).length) lent = read(values, schema);
+  if (lent && !lent.values) Object.assign(lent, { values, settings: read(values, schema) });
   const running = wanted !== shown && window.specviz?.state?.metrics.run.status === "running";
   for (const entry of running ? schema : []) {
     if (entry.live && Object.hasOwn(wanted, entry.name)) window.specviz.set(entry.name, wanted[entry.name]);
   }
-  return merge(values, wanted, schema);
+  const set = merge(values, wanted, schema);
+  if (!lent?.names) return set;
+  const { values: before, names } = lent;
+  lent = null;
+  // The number beside an "auto" is no setting, but was there.
+  return set.map((value, i) => (names.includes(schema[i].name) ? before[i] : value));
 }
 
 /** Puts a link with all settings into the address bar and, where the browser lets us, on the clipboard. */

@@ -33,6 +33,13 @@ export function duration(ns) {
   return `${number(ns / 1e3)} µs`;
 }
 
+/** A time on an axis with ticks every `step` up to `end`, in ns: one unit, and as many decimals as tell ticks apart. */
+export function instant(t, step, end) {
+  const [unit, size] = end >= 1e9 ? ["s", 1e9] : end >= 1e6 ? ["ms", 1e6] : ["µs", 1e3];
+  const decimals = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
+  return `${(t / size).toFixed(decimals)} ${unit}`;
+}
+
 export function bytes(value) {
   if (!known(value)) return DASH;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

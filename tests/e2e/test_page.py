@@ -191,3 +191,20 @@ def test_a_click_right_after_a_stop_starts_a_run_and_one_while_it_is_on_is_refus
     page.wait_for_function(f"window.specviz.state.run !== {first!r} && {RUN}.status === 'running'")
     page.click("#sv-stop")
     wait_for_status(page, "stopped")
+
+
+def test_on_a_phone_a_click_brings_the_run_into_sight_and_a_stop_beside_it(open_page, app):
+    page = open_page(width=360, height=740)
+    choose_slow_link_on_a_phone(page)
+    page.click("#sv-generate")
+    wait_for_tokens(page, 2)
+    stop = page.locator(".sv-stop-near")
+    page.wait_for_function("document.querySelector('.sv-header').getBoundingClientRect().top < 100")
+    assert stop.is_visible()
+    stop.click()
+    assert wait_for_status(page, "stopped") and not stop.is_visible()
+
+
+def choose_slow_link_on_a_phone(page) -> None:
+    page.get_by_role("button", name="Link", exact=False).filter(has_text="Link").first.click()
+    choose_slow_link(page)

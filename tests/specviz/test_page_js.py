@@ -312,3 +312,18 @@ def test_a_broken_recording_is_refused_with_its_line():
     )
     assert out["wrong"] == [] and "a.ndjson holds no run_start" in out["empty"]
     assert out["newer"] == 3 and out["whole"] == out["n"]
+
+
+def test_ticks_of_an_axis_differ_and_share_a_unit():
+    script = """
+    const { instant } = await import(`file://${process.argv[2]}/format.js`);
+    const ticks = (first, step, end) => [0, 1, 2].map((n) => instant(first + n * step, step, end));
+    console.log(JSON.stringify([ticks(12.85e9, 5e7, 13.4e9), ticks(8e8, 2e8, 2.3e9), ticks(0, 1e9, 5e9), ticks(2e5, 1e5, 9e6), ticks(1e3, 500, 9e3)]));
+    """
+    assert json.loads(javascript(script, STATIC)) == [
+        ["12.85 s", "12.90 s", "12.95 s"],
+        ["0.8 s", "1.0 s", "1.2 s"],
+        ["0 s", "1 s", "2 s"],
+        ["0.2 ms", "0.3 ms", "0.4 ms"],
+        ["1.0 µs", "1.5 µs", "2.0 µs"],
+    ]

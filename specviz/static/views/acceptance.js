@@ -42,7 +42,7 @@ export function createAcceptance({ state, plotter, selection, wake }) {
   function draw({ acceptance }) {
     panel.say(sentence(acceptance));
     const { window } = acceptance;
-    setText(words, `Last ${window.rounds} rounds: ${percent(window.rate)} accepted, ${number(window.mean_length)} tokens a round. Whole run: ${percent(acceptance.rate)}, ${number(acceptance.mean_length)}.`);
+    setText(words, `Last ${window.rounds === 1 ? "round" : `${window.rounds} rounds`}: ${percent(window.rate)} accepted, ${number(window.mean_length)} tokens a round. Whole run: ${percent(acceptance.rate)}, ${number(acceptance.mean_length)}.`);
     positions.invalidate();
     lengths.invalidate();
   }

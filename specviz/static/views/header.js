@@ -1,6 +1,6 @@
 // The big numbers, what the run is doing, and the facts needed to read everything else.
 
-import { el, setText } from "../dom.js";
+import { button, el, setText } from "../dom.js";
 import { DASH, bytes, clock, duration, integer, number, percent, plural, value } from "../format.js";
 import { createPace } from "../pace.js";
 
@@ -31,6 +31,10 @@ export function createHeader() {
   const change = el("span", { class: "sv-change" });
   const tools = el("div", { class: "sv-tools" });
   const tour = el("div", { class: "sv-tour-start" });
+  // Where the controls are far above, on a phone.
+  const stop = button("Stop", "Stop the run", () => document.querySelector("#sv-stop")?.click());
+  stop.classList.add("sv-stop-near");
+  stop.hidden = true;
   const progress = el("progress", { class: "sv-progress", max: 1, "aria-label": "Loading the model" });
   const notice = el("p", { class: "sv-notice", role: "alert" });
   const tiles = Object.fromEntries(TILES.map((tile) => [tile[0], createTile(...tile)]));
@@ -39,7 +43,7 @@ export function createHeader() {
   const root = el(
     "section",
     { class: "sv-header", "aria-label": "The run at a glance" },
-    el("div", { class: "sv-status" }, badge, phase, time, progress, change, tour),
+    el("div", { class: "sv-status" }, badge, phase, time, progress, change, stop, tour),
     tools,
     notice,
     el("div", { class: "sv-tiles" }, ...Object.values(tiles).map((tile) => tile.root)),
@@ -60,6 +64,8 @@ export function createHeader() {
     const missing = figures.lost ? `${plural(figures.lost, "event")} did not arrive: figures are a little low.` : "";
     setText(notice, figures.run.error ?? state.message ?? connectionText(state.scene.connection) ?? missing);
     notice.hidden = !notice.textContent;
+    notice.dataset.tone = figures.run.error || missing ? "error" : "note";
+    stop.hidden = !["live", "compat"].includes(state.mode) || ["finished", "stopped", "failed"].includes(figures.run.status);
     drawTiles(figures);
     if (figures.facts !== known || figures.experts.slots_per_layer !== facts.slots) {
       known = figures.facts;
@@ -82,7 +88,7 @@ export function createHeader() {
     if (whole) tiles.rate.set(number(times.mean_rate), `whole run · ${tokens}`);
     else tiles.rate.set(number(times.rate), `mean ${number(times.mean_rate)} · ${tokens}`);
     const { mean_length: length, rate } = acceptance;
-    tiles.length.set(number(length), length === null ? "no draft yet" : `${percent(rate)} of verified drafts accepted`);
+    tiles.length.set(number(length), length === null ? (whole ? "nothing was drafted" : "no draft yet") : `${percent(rate)} of verified drafts accepted`);
     const late = experts.requests ? experts.late / experts.requests : null;
     tiles.hits.set(percent(experts.hit_rate), late === null ? "no request yet" : `${percent(late)} late · ${integer(experts.misses)} missed`);
     const { overlapped_ns: hidden, transfer_ns: all } = overlap;

@@ -1,6 +1,6 @@
 // How the timeline is painted, and what lies under the pointer.
 
-import { bytes, duration, value } from "../format.js";
+import { duration, instant, plural, value } from "../format.js";
 import { moving } from "../overlap.js";
 import { FONT } from "../plots.js";
 import { holdsTransfer, roundsOf } from "../selection.js";
@@ -102,6 +102,12 @@ function drawFrames(pen, transfers, x, scale, looks) {
   }
 }
 
+/** How many tokens a round brought of those that it could bring. */
+function brought({ tokens, k }, wordy) {
+  if (!k) return plural(tokens, "token");
+  return `${tokens} of ${k + 1}${wordy ? " tokens" : ""}`;
+}
+
 function drawRounds(pen, rounds, x, scale, height, looks) {
   pen.textAlign = "left";
   let free = -Infinity;
@@ -114,7 +120,7 @@ function drawRounds(pen, rounds, x, scale, height, looks) {
     pen.lineTo(Math.round(left) + 0.5, height - BOTTOM);
     pen.stroke();
     const room = (round.end - round.start) * scale;
-    const text = room > 120 ? `round ${round.round}: ${round.tokens} of ${round.k + 1}` : room > 34 ? `${round.round}` : "";
+    const text = room > 120 ? `round ${round.round}: ${brought(round, room > 165)}` : room > 34 ? `${round.round}` : "";
     if (!text || left < free) continue;
     pen.fillStyle = looks.muted;
     pen.fillText(text, left + 5, 13);
@@ -164,7 +170,8 @@ function drawStall(pen, stall, x, scale, looks, pattern) {
   const wide = Math.max(1, (stall.end - stall.start) * scale);
   pen.fillStyle = looks.panel;
   pen.fillRect(left, ROW.experts, wide, BAR);
-  pen.fillStyle = wide > 2.5 ? pattern : looks.stall;
+  // Hatched however narrow: the pattern belongs to the canvas, so that many thin stalls make one hatching.
+  pen.fillStyle = pattern;
   pen.fillRect(left, ROW.experts, wide, BAR);
   pen.fillStyle = looks.stall;
   pen.globalAlpha = 0.13;
@@ -235,7 +242,7 @@ function drawAxis(pen, view, area, x, height, looks) {
     if (t < 0 || at < area.left + 14 || at > area.left + area.width - 16) continue;
     pen.moveTo(at, y);
     pen.lineTo(at, y + 4);
-    pen.fillText(duration(Math.round(t)), at, y + 14);
+    pen.fillText(instant(t, step, view.end), at, y + 14);
   }
   pen.stroke();
 }
