@@ -1,6 +1,6 @@
 // How the timeline is painted, and what lies under the pointer.
 
-import { duration, instant, plural, value } from "../format.js";
+import { bytes, duration, instant, plural, value } from "../format.js";
 import { moving } from "../overlap.js";
 import { FONT } from "../plots.js";
 import { holdsTransfer, roundsOf } from "../selection.js";
