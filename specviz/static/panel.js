@@ -69,8 +69,10 @@ export function createTable({ head, rows, choose }, title) {
   );
 }
 
-/** What fits into a narrow column stays on one line: "38.2 ms". */
-const SHORT = 14;
+/** Lengths of texts that stay on one line ("38.2 ms"), and of those that need a wide column. */
+const [SHORT, LONG] = [14, 40];
 
-const createCell = (text, action) =>
-  action ? el("td", {}, button(text, "Show it in all panels", action)) : el("td", { class: text.length <= SHORT ? "sv-short" : "", text });
+function createCell(text, action) {
+  if (action) return el("td", {}, button(text, "Show it in all panels", action));
+  return el("td", { class: text.length <= SHORT ? "sv-short" : text.length > LONG ? "sv-long" : "", text });
+}

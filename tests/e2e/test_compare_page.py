@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from test_page import KNOBS, RUN, choose_slow_link, wait_for_status, wait_for_tokens
+from test_page import KNOBS, RUN, choose_slow_link, start, wait_for_status, wait_for_tokens
 
 SENTENCE = ".sv-panel-{} .sv-sentence"
 
@@ -41,29 +41,28 @@ def test_a_against_b_then_the_baseline_beside_the_draft(open_page, app):
     rows = page.locator(".sv-panel-compare tbody tr")
     assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["A", "B"]
     # B was plain decoding, so it is a baseline for the next run with a draft, at another memory.
-    page.click("#sv-generate")
-    wait_for_tokens(page, 10)
+    start(page, "#sv-generate")
     wait_for_status(page, "finished")
     wait_for_words(page, "speed", "measured:")
     assert "instead of" in say(page, "speed")
     # And the baseline of its own button has the same memory.
-    page.click("#sv-baseline")
-    page.wait_for_function(f"{RUN}.status === 'running'")
+    start(page, "#sv-baseline")
     wait_for_status(page, "finished")
-    page.click("#sv-generate")
-    page.wait_for_function(f"{RUN}.status === 'running'")
+    start(page, "#sv-generate")
     wait_for_status(page, "finished")
     wait_for_words(page, "speed", "the same memory")
 
 
 def test_a_reload_in_the_second_side_keeps_the_first(open_page, app):
     page = open_page(reloads=True)
+    choose_slow_link(page)  # the second side must outlast the reload
     shorten(page, 24)
     page.get_by_role("button", name="Compare A with B").click()
     page.click("#sv-compare-go")
     wait_for_words(page, "compare", "A: finished")
     page.wait_for_function(f"{RUN}.status === 'running'")
     page.reload()
+    page.wait_for_selector(SENTENCE.format("compare"), state="attached")
     wait_for_words(page, "compare", "both measured")
     assert "identical ✓" in say(page, "compare")
 

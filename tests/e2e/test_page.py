@@ -31,6 +31,16 @@ def wait_for_tokens(page, count: int, live: bool = True) -> None:
     page.wait_for_function(f"n => {shown} && document.querySelectorAll({json.dumps(TOKENS)}).length >= n", arg=count)
 
 
+def start(page, button: str) -> None:
+    """Press `button` and wait for the run that it starts."""
+    before = page.evaluate("window.specviz.state.run")
+    page.click(button)
+    page.wait_for_function(
+        f"before => window.specviz.state.run && window.specviz.state.run !== before && {RUN}.status === 'running'",
+        arg=before,
+    )
+
+
 def choose_slow_link(page) -> None:
     page.click("#sv-link input")
     page.get_by_role("option", name=SLOW_LINK).click()
