@@ -206,7 +206,8 @@ def test_a_click_right_after_a_stop_starts_a_run_and_one_while_it_is_on_is_refus
 
 def test_on_a_phone_a_click_brings_the_run_into_sight_and_a_stop_beside_it(open_page, app):
     page = open_page(width=360, height=740)
-    page.locator("#sv-controls .label-wrap").filter(has_text=re.compile("^ *Link")).click()  # folded on a phone
+    page.wait_for_function("!document.querySelector('#sv-controls .label-wrap.open')")  # folded on a phone
+    page.locator("#sv-controls .label-wrap").filter(has_text=re.compile("^ *Link")).click()
     choose_slow_link(page)
     page.click("#sv-generate")
     wait_for_tokens(page, 2)
