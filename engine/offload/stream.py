@@ -7,17 +7,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.errors import BudgetError, Cancelled, TransferError
 from engine.offload.links import STOP_POLL_S
+from engine.offload.slot_pool import SlotPool
 from engine.offload.slots import Slot
 from engine.offload.transfer import DONE, Transfer
-
-if TYPE_CHECKING:
-    from engine.offload.cache import ExpertCache
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,12 @@ class ExpertStream(Iterator[Lease]):
 
     An expert is in one of four places: `_missing` (no slot yet), `_loading`, `_ready`, or `_leased`. Its slot is
     pinned from the request, or from the moment it gets one, until its lease is released, so no wave evicts what a
-    later one of the same call wants. All of it is guarded by the cache's lock.
+    later one of the same call wants. All of it is guarded by the pool's lock.
     """
 
-    def __init__(self, cache: ExpertCache, layer: int, experts: list[int], stop: threading.Event | None) -> None:
+    def __init__(self, pool: SlotPool, layer: int, experts: list[int], stop: threading.Event | None) -> None:
         self.layer = layer
-        self._cache = cache
+        self._pool = pool
         self._stop = stop
         self._missing = deque(experts)
         self._loading: dict[int, Slot] = {}
@@ -58,7 +55,7 @@ class ExpertStream(Iterator[Lease]):
         self.close()
 
     def __next__(self) -> Lease:
-        with self._cache.lock:
+        with self._pool.lock:
             if self._cut_short:
                 # To end quietly would leave experts out of the sum.
                 raise RuntimeError("this stream of experts was closed before it had yielded all of them")
@@ -80,12 +77,12 @@ class ExpertStream(Iterator[Lease]):
 
         None while an expert waits for a slot: it should get the first that comes free.
         """
-        with self._cache.lock:
+        with self._pool.lock:
             return [] if self._missing else [self._lease() for _ in range(len(self._ready))]
 
     def close(self) -> None:
         """Release the lease and give up what has not been yielded; harmless when done already."""
-        with self._cache.lock:
+        with self._pool.lock:
             self._release()
             self._cut_short = self._cut_short or bool(self._missing or self._loading or self._ready)
             self._missing.clear()
@@ -94,14 +91,16 @@ class ExpertStream(Iterator[Lease]):
             self._ready.clear()
             loading, self._loading = list(self._loading.values()), {}
             for slot in loading:
-                self._cache.cancel_slot(self.layer, slot)
-            self._cache.stream_closed(self)
+                self._pool.cancel_slot(self.layer, slot)
+            self._pool.trim(self.layer)
+            if self._pool.waiter is self:
+                self._pool.waiter = None
 
     def adopt_present(self) -> tuple[int, int]:
         """Take what is resident or on its way, before anything of it can be evicted; counts (hits, late)."""
         hits = late = 0
         for expert in list(self._missing):
-            slot = self._cache.find(self.layer, expert)
+            slot = self._pool.find(self.layer, expert)
             if slot is not None:
                 hits += slot.ready
                 late += not slot.ready
@@ -116,12 +115,12 @@ class ExpertStream(Iterator[Lease]):
         """
         while self._missing:
             expert = self._missing[0]
-            if len(self._loading) >= self._cache.link.depth and not self._cache.has_free_slot(self.layer):
+            if len(self._loading) >= self._pool.link.depth and not self._pool.shelves.has_free(self.layer):
                 return
             # Somebody may have prefetched it since.
-            slot = self._cache.find(self.layer, expert)
+            slot = self._pool.find(self.layer, expert)
             if slot is None:
-                slot = self._cache.demand(self.layer, expert, len(self._missing))
+                slot = self._pool.demand(self.layer, expert, len(self._missing))
                 if slot is None:
                     return
                 slot.pinned = True
@@ -148,12 +147,12 @@ class ExpertStream(Iterator[Lease]):
         """Pin a slot that has the expert, or will have it soon."""
         slot.pinned = True
         if slot.ready:
-            self._cache.ledger.settle_unused(slot, "used")
+            self._pool.ledger.settle_unused(slot, "used")
             self._ready.append(slot)
         else:
             assert slot.expert is not None and slot.transfer is not None
             slot.late = True
-            self._cache.link.promote(slot.transfer)
+            self._pool.link.promote(slot.transfer)
             self._loading[slot.expert] = slot
 
     def _release(self) -> None:
@@ -161,14 +160,14 @@ class ExpertStream(Iterator[Lease]):
             for slot in self._leased:
                 slot.pinned = False
             self._leased.clear()
-            self._cache.trim(self.layer)
+            self._pool.trim(self.layer)
 
     def _advance(self) -> None:
         if self._stop is not None and self._stop.is_set():
             raise Cancelled("stopped while computing experts")
         if self._error:
             raise self._error
-        self._cache.link.check()
+        self._pool.link.check()
         self.request()
 
     def _stall(self) -> None:
@@ -182,15 +181,15 @@ class ExpertStream(Iterator[Lease]):
                 progress = sum(slot.transfer.bytes_moved for slot in self._loading.values() if slot.transfer)
                 if progress != seen:
                     seen, since = progress, time.monotonic()
-                elif time.monotonic() - since > self._cache.timeout_s:
+                elif time.monotonic() - since > self._pool.timeout_s:
                     self._give_up()
-                self._cache.lock.wait(STOP_POLL_S)
+                self._pool.lock.wait(STOP_POLL_S)
                 self._advance()
         finally:
-            self._cache.ledger.observer.stall(self.layer, start_ns, time.perf_counter_ns())
+            self._pool.ledger.observer.stall(self.layer, start_ns, time.perf_counter_ns())
 
     def _give_up(self) -> None:
         transfers = [slot.transfer for slot in self._loading.values() if slot.transfer]
-        self._cache.link.expire(transfers, self._cache.timeout_s)
+        self._pool.link.expire(transfers, self._pool.timeout_s)
         if not transfers:
             raise BudgetError(f"no slot of layer {self.layer} came free for expert {self._missing[0]}")

@@ -81,9 +81,9 @@ def nothing_left() -> Iterator[None]:
 def check_idle(engine: Engine) -> None:
     """No slot is leased or on its way, none is in excess, and the link has nothing to do."""
     cache, link = engine.cache, engine.loaded.link
-    assert cache._stream is None and not cache._prefetching and cache._plan is None
+    assert cache.pool.waiter is None and not cache.pool.prefetching and cache.pool.plan is None
     assert cache.nbytes <= cache.capacity_nbytes
-    for shelf in cache._shelves:
+    for shelf in cache.pool.shelves:
         assert not [slot for slot in shelf.slots if slot.pinned or slot.late or slot.transfer is not None]
         owned = {slot.expert: slot for slot in shelf.slots if slot.expert is not None}
         assert owned == shelf.by_expert

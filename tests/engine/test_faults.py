@@ -153,16 +153,16 @@ def test_a_read_is_slow(disk, reference, monkeypatch):
 
 def test_a_read_never_returns(disk, reference, monkeypatch):
     """Its worker is given up and replaced; the next run works while it still hangs."""
-    patience = disk.cache.timeout_s
+    patience = disk.cache.pool.timeout_s
     released = threading.Event()
 
     def hang() -> None:
-        disk.cache.timeout_s = 0.03
+        disk.cache.pool.timeout_s = 0.03
         released.clear()
         assert released.wait(60)
 
     def mend() -> None:
-        disk.cache.timeout_s = patience
+        disk.cache.pool.timeout_s = patience
         assert run(disk).ids == [reference]
         released.set()
 

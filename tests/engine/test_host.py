@@ -110,7 +110,7 @@ def test_every_tensor_is_on_the_device_where_it_belongs(misses, prefetch, draft,
         check_idle(engine)
         assert engine.loaded.device == DEVICE
         assert {p.device for p in engine.loaded.skeleton.model.parameters() if not p.is_meta} == {DEVICE}
-        assert {slot.flat.device for shelf in engine.cache._shelves for slot in shelf.slots} == {DEVICE}
+        assert {slot.flat.device for shelf in engine.cache.pool.shelves for slot in shelf.slots} == {DEVICE}
         assert runtime.pinned == {engine.loaded.source.expert(0, 0).data_ptr(): engine.loaded.source.nbytes}
         engine.close()
     assert recording.ids == [ids[:FEW] for ids in expected]
@@ -136,7 +136,7 @@ def test_a_real_device(misses: str, model, expected):
     engine = load(model, "cuda", misses=misses, cache=CacheBudget(slots=3))
     recording = record(engine, list(PROMPT), max_new_tokens=TOKENS, k=3)
     check_idle(engine)
-    for layer, shelf in enumerate(engine.cache._shelves):
+    for layer, shelf in enumerate(engine.cache.pool.shelves):
         for expert, slot in shelf.by_expert.items():
             assert torch.equal(slot.flat.view(torch.uint8).cpu(), engine.loaded.source.expert(layer, expert))
     engine.close()

@@ -55,7 +55,7 @@ def test_its_routes_are_prefetched(engine):
 def test_holds_nothing_afterwards(slots: int, engine):
     """And all counts add up: each request has one answer, each prefetch one end."""
     recording = run(engine, "draft", slots)
-    assert not any(slot.pinned for shelf in engine.cache._shelves for slot in shelf.slots)
+    assert not any(slot.pinned for shelf in engine.cache.pool.shelves for slot in shelf.slots)
     stats = engine.cache.stats
     assert stats.hits + stats.late + stats.misses == stats.requests
     ends = (stats.prefetch_used, stats.prefetch_late, stats.prefetch_wasted, stats.prefetch_cancelled)

@@ -217,7 +217,7 @@ def test_a_prefetch_between_two_leases_serves_the_same_call(make_cache) -> None:
     load(cache, 0, [0, 1])
     stream = cache.stream(0, [0, 1, 2])
     next(stream)
-    stream._cache._shelves[0].by_expert[0].pinned = False  # a slot that comes free without the stream's doing
+    stream._pool.shelves[0].by_expert[0].pinned = False  # a slot that comes free without the stream's doing
     assert cache.prefetch(0, 2, 0)
     assert sorted(lease.expert for lease in stream) == [1, 2]
 
@@ -230,7 +230,7 @@ def test_a_failed_read_raises_and_the_next_call_works(make_cache, source, witnes
             pass
     source.failing.clear()
     assert sorted(load(cache, 0, [0, 1, 2])) == [0, 1, 2]
-    assert len(cache._shelves[0].slots) == 2
+    assert len(cache.pool.shelves[0].slots) == 2
 
 
 def test_a_failed_prefetch_is_no_error_until_it_is_needed(make_cache, source, witness) -> None:
@@ -251,7 +251,7 @@ def test_a_read_that_never_ends_times_out_and_the_next_call_works(make_cache, so
     with pytest.raises(TransferError, match=r"expert 0 of layer 0.*nothing arrived"):
         load(cache, 0, [0])
     assert load(cache, 0, [1]) == [1]
-    (slot,) = cache._shelves[0].slots
+    (slot,) = cache.pool.shelves[0].slots
     before = slot.flat.clone()
     stuck = next(worker.thread for worker in cache.link._disowned)
     gate.set()
@@ -296,12 +296,12 @@ def test_leaving_a_stream_early_releases_everything(make_cache, source) -> None:
     with pytest.raises(KeyError), cache.stream(0, [0, 1, 2, 3]) as leases:
         next(leases)
         raise KeyError
-    assert not any(slot.pinned for slot in cache._shelves[0].slots)
+    assert not any(slot.pinned for slot in cache.pool.shelves[0].slots)
     stream = cache.stream(0, [4, 5])
     next(stream)
     stream.close()
     stream.close()
-    assert not any(slot.pinned for slot in cache._shelves[0].slots)
+    assert not any(slot.pinned for slot in cache.pool.shelves[0].slots)
     assert sorted(load(cache, 0, [0, 1, 2, 3])) == [0, 1, 2, 3]
 
 

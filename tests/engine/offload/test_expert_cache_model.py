@@ -111,13 +111,13 @@ class Driver:
             for t in witness.transfers.values()
             if t.cause == "prefetch" and witness.outcomes[t.id] in ("wasted", "cancelled")
         )
-        for shelf in cache._shelves:
+        for shelf in cache.pool.shelves:
             assert not any(slot.pinned or slot.transfer for slot in shelf.slots)
             assert {id(slot) for slot in shelf.by_expert.values()} <= {id(slot) for slot in shelf.slots}
             assert len(shelf.by_expert) == len(shelf.resident()) <= len(shelf.slots)
-            if not cache._policy.lends:
+            if not cache.pool.policy.lends:
                 assert len(shelf.slots) <= cache.slots_per_layer + cache._extra
-        assert cache._shelves._lent == sum(shelf.lent for shelf in cache._shelves)
+        assert cache.pool.shelves._lent == sum(shelf.lent for shelf in cache.pool.shelves)
         self.source.failing = set()
         for layer in range(LAYERS):
             self.stream(layer, list(range(EXPERTS)), None, [])
