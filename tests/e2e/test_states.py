@@ -61,10 +61,11 @@ def test_a_tab_that_was_hidden_has_the_whole_run(open_page):
     hide += " window.requestAnimationFrame = hidden ? () => 0 : window.originalFrame ?? window.requestAnimationFrame;"
     hide += " document.dispatchEvent(new Event('visibilitychange')); }"
     page.evaluate("() => { window.originalFrame = window.requestAnimationFrame; }")
+    page.set_default_timeout(180_000)  # the first run of all compiles the kernels
     page.click("#sv-generate")
-    wait_for_tokens(page, 1)
+    page.wait_for_function("window.specviz.state.run && window.specviz.state.metrics.acceptance.emitted >= 1")
     page.evaluate(hide, True)
-    page.wait_for_function(f"{RUN}.status === 'finished'", polling=100, timeout=60_000)
+    page.wait_for_function(f"{RUN}.status === 'finished'", polling=100)
     page.evaluate(hide, False)
     wait_for_tokens(page, page.evaluate("window.specviz.state.metrics.acceptance.emitted"))
 
