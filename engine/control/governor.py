@@ -116,7 +116,8 @@ class Governor:
             return best, False, self._move(best, rates)
         probe = self._probes.next(self._favourite, rates, seconds, self.cycle.familiarity)
         if probe is not None:
-            return probe, True, f"probing {probe} to see whether {self._favourite} is still right"
+            other = f"{probe} without prefetch" if probe == Arm(self._favourite.k, False) else str(probe)
+            return probe, True, f"probing {other} to see whether {self._favourite} is still right"
         return self._favourite, False, f"{self._favourite} still promises most: {rates[self._favourite]:.3g} tokens/s"
 
     def _move(self, best: Arm, rates: dict[Arm, float]) -> str:
