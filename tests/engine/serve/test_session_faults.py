@@ -101,7 +101,7 @@ def test_a_link_that_breaks_down(session, request_text, expected, monkeypatch):
     check_works(request_text(), expected)
     engine = session._engine
     engine.cache.reset()
-    monkeypatch.setattr(engine.cache, "_ended", lambda *ended: {}[ended])
-    monkeypatch.setattr(engine.cache, "timeout_s", 0.1)
+    monkeypatch.setattr(engine.cache.pool, "_ended", lambda *ended: {}[ended])
+    monkeypatch.setattr(engine.cache.pool, "timeout_s", 0.1)
     assert "the link broke down (KeyError" in failure(request_text())
     check_works(request_text(), expected)
