@@ -254,14 +254,11 @@ struct Attention {
             vf low = load<vf>(total + d) / sum, high = load<vf>(total + d + kLanes) / sum;
             Unit::restore(low, high);
             Stored rounded[kPair];
-            put(rounded, low);
-            put(rounded + kLanes, high);
+            put_floats(rounded, low);
+            put_floats(rounded + kLanes, high);
             std::memcpy(out + d, rounded, least(kPair, a.value_dim - d) * sizeof(Stored));
         }
     }
-
-    static void put(float* to, vf x) { store(to, x); }
-    static void put(uint16_t* to, vf x) { store(to, narrow(x)); }
 
     // Tiles and tasks of rows first … first + rows; says how much of each there is, and writes nothing without `tasks`.
     Plan plan(int64_t first, int64_t rows, Tile* tiles, Task* tasks, float* partials) const {

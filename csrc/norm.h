@@ -10,8 +10,6 @@
 namespace specviz {
 namespace {
 
-inline vf load_floats(const float* x) { return load<vf>(x); }
-inline vf load_floats(const uint16_t* x) { return widen(load<vh>(x)); }
 inline float to_float(float x) { return x; }
 // x · scale is rounded to the type before the weight comes in, as modeling code does.
 inline float scaled(float x, float scale, float weight) { return x * scale * weight; }

@@ -17,10 +17,8 @@ constexpr int64_t kLeastPlaced = 1 << 16;
 // Each operation is rounded to the type, as modeling code does it.
 inline vf rounded(vf x, const float*) { return x; }
 inline vf rounded(vf x, const uint16_t*) { return widen(narrow(x)); }
-inline void put_floats(float* to, vf x) { store(to, x); }
-inline void put_floats(uint16_t* to, vf x) { store(to, narrow(x)); }
 
-// Of n ≤ kLanes features i … i + n − 1 of both halves: (a, b) to (a · cos − b · sin, b · cos + a · sin).
+// kLanes features of both halves: (a, b) to (a · cos − b · sin, b · cos + a · sin).
 template <class T>
 inline void rotate_pairs(const T* x, const T* cos, const T* sin, T* out, int64_t half) {
     const vf a = load_floats(x), b = load_floats(x + half);
@@ -30,7 +28,7 @@ inline void rotate_pairs(const T* x, const T* cos, const T* sin, T* out, int64_t
     put_floats(out + half, high);
 }
 
-// One head's features; `out` may be `x`.
+// One head's features; `out` does not overlap `x`.
 template <class T>
 inline void rotate(const T* x, const T* cos, const T* sin, T* out, int64_t dim, int64_t rotary) {
     const int64_t half = rotary / 2;
@@ -48,7 +46,7 @@ inline void rotate(const T* x, const T* cos, const T* sin, T* out, int64_t dim, 
         rotate_pairs(from, c, s, to, kLanes);
         for (int64_t part = 0; part < 2; part++) std::memcpy(out + part * half + i, to + part * kLanes, bytes);
     }
-    if (out != x) std::memcpy(out + rotary, x + rotary, (dim - rotary) * sizeof(T));
+    std::memcpy(out + rotary, x + rotary, (dim - rotary) * sizeof(T));
 }
 
 template <class T>

@@ -68,6 +68,12 @@ inline vh narrow(vf x) {
     return __builtin_convertvector((vu)((nan & 0x7fc0) | (~nan & (vi)rounded)), vh);
 }
 
+// Both ways of keeping numbers, for code that is written once for both.
+inline vf load_floats(const float* x) { return load<vf>(x); }
+inline vf load_floats(const uint16_t* x) { return widen(load<vh>(x)); }
+inline void put_floats(float* to, vf x) { store(to, x); }
+inline void put_floats(uint16_t* to, vf x) { store(to, narrow(x)); }
+
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
 // Sum and maximum over the lanes, always in the same order.

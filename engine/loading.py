@@ -16,7 +16,6 @@ from engine.config import EngineConfig, draft_model_id
 from engine.control.presets import find_preset
 from engine.errors import BudgetError, Cancelled, ModelError
 from engine.kernels.native import Native, native
-from engine.kernels.shared import use_kernels
 from engine.machine import available_bytes
 from engine.model.activation import kernel_activation
 from engine.model.checkpoint import resolve_directory
@@ -25,7 +24,7 @@ from engine.model.draft_model import DraftModel, load_draft_model
 from engine.model.layout import ExpertShape, ExpertTable
 from engine.model.routers import RouterProbe
 from engine.model.runner import ModelRunner
-from engine.model.self_attention import use_self_attention_kernel
+from engine.model.self_attention import use_shared_kernels
 from engine.model.skeleton import Skeleton, load_skeleton
 from engine.model.text import load_tokenizer
 from engine.offload.disk import DiskLink
@@ -103,10 +102,7 @@ def load_model(config: EngineConfig, progress: Progress, cancelled: Callable[[],
     host_kernels = _choose_kernels(config, threads)
     # They compute in main memory: behind a CUDA device only missed experts, where those lie.
     kernels = host_kernels if device.type == "cpu" else frozenset()
-    if "linear" in kernels:
-        use_kernels(skeleton.model)
-        if "attention" in kernels:
-            use_self_attention_kernel(skeleton.model)
+    use_shared_kernels(skeleton.model, kernels)
     sizes = table.experts, table.layers, table.shape.numel * dtype.itemsize
     slots, extra = config.cache.slots_per_layer(*sizes), config.cache.extra_slots(*sizes)
     if slots < 1:

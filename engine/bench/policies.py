@@ -51,7 +51,7 @@ def policies_suite(
     contenders = _contenders(config, chosen)
     results = measure_all(contenders, GenerationConfig(max_new_tokens=max_new_tokens), repeats, say)
     offloaded = Outcome()
-    # Once: it takes ten times as long as all others together, and is further away than any disk's moods.
+    # Once: it takes longer than all others together, and is further away than any disk's moods.
     say(f"run 1 of 1: {TRANSFORMERS}")
     run_disk_offload(config, max_new_tokens, offloaded)
     gc.collect()

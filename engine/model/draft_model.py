@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.errors import CheckpointError, ModelError, first_line
-from engine.kernels.shared import use_kernels
 from engine.model.architecture import build_model
 from engine.model.probe import probe
 from engine.model.runner import ModelRunner
-from engine.model.self_attention import use_self_attention_kernel
+from engine.model.self_attention import use_shared_kernels
 from engine.model.text import load_tokenizer
 from engine.model.vocabulary import check_vocabulary, tokens_by_id
 
@@ -55,10 +54,7 @@ def load_draft_model(
     probe(empty, [])
     model = _load(directory, dtype, device)
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    if "linear" in kernels:
-        use_kernels(model)
-        if "attention" in kernels:
-            use_self_attention_kernel(model)
+    use_shared_kernels(model, kernels)
     runner = ModelRunner(model, [], native_attention="attention" in kernels)
     context = getattr(config, "max_position_embeddings", None)
     return DraftModel(runner, config.vocab_size, context, sum(weights.values()), _kv_nbytes(runner))

@@ -18,6 +18,7 @@ from engine.kernels.attention import band
 from engine.kernels.linear import KernelWeight, in_large_pages
 from engine.kernels.norm import KernelNorm
 from engine.kernels.self_attention import AttentionWeights, project, self_attention
+from engine.kernels.shared import use_kernels
 from engine.model.kv_cache import KVCache
 from engine.model.seams import ChunkMask, native_attention
 
@@ -55,6 +56,14 @@ class KernelAttention:
             hidden_states.contiguous(), self._weights, *position_embeddings, keys, values, cache.slots,
             attention_mask.starts, attention_mask.window,
         ), None  # fmt: skip
+
+
+def use_shared_kernels(model: PreTrainedModel, kernels: frozenset[str]) -> None:
+    """Let those of KERNELS that `kernels` names compute what is no expert, wherever they compute what `model` does."""
+    if "linear" in kernels:
+        use_kernels(model)
+        if "attention" in kernels:
+            use_self_attention_kernel(model)
 
 
 def use_self_attention_kernel(model: PreTrainedModel) -> None:
