@@ -104,13 +104,11 @@ def test_refuses(
         linear(x, weight, bias)
 
 
-def test_tiles_are_released(library: Native) -> None:
+@pytest.mark.parametrize("variant", ["amx"], indirect=True)
+def test_tiles_are_released(library: Native, variant: str) -> None:
     """No thread keeps tiles between calls: every context switch would save them."""
     if not hasattr(library.library, "specviz_threads_with_tiles"):
         pytest.skip("only the emulation of tiles counts them (test_instrumented.py)")
-    if "amx" not in library.variants:
-        pytest.skip("even emulated tiles need AVX-512 beside them")
-    library.use("amx")
     library.set_threads(3)
     found = linear(random(0, 20, 3000, dtype=torch.bfloat16), random(1, 300, 3000, dtype=torch.bfloat16))
     assert torch.isfinite(found).all()
