@@ -38,21 +38,21 @@ struct RowMajor : Traits {
     static constexpr int kTileRows = kLanes == 16 ? 6 : 2;
     // Up to so many activation rows meet one weight row after the other, just as they lie in memory: one thread then
     // streams 28 GB/s with the hardware's own prefetching, where four rows side by side, asked for in software, reach
-    // 16. With more activation rows, weight rows side by side share what is loaded of them.
-    static constexpr int64_t kAloneRows = 2;
+    // 16. With more activation rows, weight rows side by side share what is loaded of them. Narrow vectors have so many
+    // additions a row, each of which waits for the one before it, that four rows side by side are always quicker.
+    static constexpr int64_t kAloneRows = kLanes == 16 ? 2 : 0;
 
     static int64_t padded(int64_t depth) { return round_up(depth, Traits::kStep); }
     static int64_t packed(int64_t rows, int64_t depth) { return rows * padded(depth); }
 
     static Element* at(Element* packed, int64_t depth, int64_t row, int64_t k) {
-        return packed + row * padded(depth) + k;
+        return packed + row * padded(depth) + Traits::position(k);
     }
 
     // Zeros behind the depth of `rows` rows.
     static void pad(Element* packed, int64_t depth, int64_t rows) {
-        const int64_t missing = padded(depth) - depth;
-        for (int64_t r = 0; missing && r < rows; r++)
-            std::memset(at(packed, depth, r, depth), 0, missing * sizeof(Element));
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = depth; k < padded(depth); k++) *at(packed, depth, r, k) = 0;
     }
 
     template <int N, int R>
@@ -131,6 +131,7 @@ struct Float32 {
     using Element = float;
     using Vector = vf;
     static constexpr int64_t kStep = kLanes;
+    static int64_t position(int64_t k) { return k; }
     static Element element(float x) { return x; }
     static vf weights(const Weight* w) { return load<vf>(w); }
     static vf elements(const Element* x) { return load<vf>(x); }
@@ -144,22 +145,31 @@ struct Bfloat16 {
     using Element = uint16_t;
     using Vector = __m512bh;
     static constexpr int64_t kStep = 32;
+    static int64_t position(int64_t k) { return k; }
     static Element element(float x) { return to_bf16(x); }
     static __m512bh weights(const Weight* w) { return load<__m512bh>(w); }
     static __m512bh elements(const Element* x) { return load<__m512bh>(x); }
     static vf multiply_add(vf acc, __m512bh w, __m512bh x) { return (vf)_mm512_dpbf16_ps((__m512)acc, w, x); }
 };
 #else
-// bfloat16 weights widened to float32; activations are rounded to bfloat16 and kept as float32.
+// bfloat16 weights widened to float32; activations are rounded to bfloat16 and kept as float32. A bfloat16 is the upper
+// half of its float32, so that neighbours need one instruction each: the first of two is shifted up, the second is what
+// the lower half is masked from. Activations are packed alike: of each step, the first ones before the second ones.
 struct Bfloat16 {
+    struct Vector {
+        vf first, second;
+    };
     using Weight = uint16_t;
     using Element = float;
-    using Vector = vf;
-    static constexpr int64_t kStep = kLanes;
+    static constexpr int64_t kStep = 2 * kLanes;
+    static int64_t position(int64_t k) { return k / kStep * kStep + k % 2 * kLanes + k % kStep / 2; }
     static Element element(float x) { return to_float(to_bf16(x)); }
-    static vf weights(const Weight* w) { return widen(load<vh>(w)); }
-    static vf elements(const Element* x) { return load<vf>(x); }
-    static vf multiply_add(vf acc, vf w, vf x) { return acc + w * x; }
+    static Vector weights(const Weight* w) {
+        const vu pairs = load<vu>(w);
+        return {(vf)(pairs << 16), (vf)(pairs & 0xffff0000u)};
+    }
+    static Vector elements(const Element* x) { return {load<vf>(x), load<vf>(x + kLanes)}; }
+    static vf multiply_add(vf acc, Vector w, Vector x) { return acc + w.first * x.first + w.second * x.second; }
 };
 #endif
 

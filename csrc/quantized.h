@@ -129,6 +129,70 @@ inline void dequantize_two(const uint8_t* groups, const uint16_t* scales, uint16
     store(weights + kGroup, _mm512_shuffle_i64x2(starts, ends, 0xee));
 }
 
+#elif defined(__AVX2__)
+
+// Codes 16 · half … 16 · half + 15 of a group, of up to 4 bits, one a byte.
+template <int Bits>
+inline __m128i spread(const uint8_t* group, int half) {
+    if constexpr (Bits == 4) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group));
+        return _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
+    } else {
+        uint64_t pairs;
+        std::memcpy(&pairs, group, 8);
+        pairs >>= 4 * half;
+        uint64_t low = pairs & 0x0303030303030303, high = pairs >> 2 & 0x0303030303030303;
+        if constexpr (Bits == 3) {
+            uint32_t singles;
+            std::memcpy(&singles, group + 8, 4);
+            const auto bits = [&](int n) { return static_cast<uint64_t>(singles >> (4 * half + n) & 0x01010101) << 2; };
+            low |= bits(0) | bits(1) << 32;
+            high |= bits(2) | bits(3) << 32;
+        }
+        return _mm_set_epi64x(high, low);
+    }
+}
+
+// A group as 32 bfloat16 weights. Up to 4 bits a weight there are at most 16 values: they are computed once, and their
+// two bytes looked up by code.
+template <int Bits>
+inline void dequantize_group(const uint8_t* group, const uint16_t* scale_and_zero, uint16_t* weights) {
+    const __m256 scale = _mm256_set1_ps(to_float(scale_and_zero[0])),
+                 zero = _mm256_set1_ps(to_float(scale_and_zero[1]));
+    // To the nearest, ties to even; neither scales nor zeros are ever NaN.
+    const auto rounded = [&](__m256 codes) {
+        const __m256i bits = _mm256_castps_si256(_mm256_fmadd_ps(codes, scale, zero));
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        return _mm256_srli_epi32(up, 16);
+    };
+    if constexpr (Bits == 8) {
+        const auto eight = [&](int at) {
+            const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(group + at));
+            return rounded(_mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(codes), _mm256_set1_epi32(128))));
+        };
+        for (int i = 0; i < kGroup; i += 16)
+            store(weights + i, _mm256_permute4x64_epi64(_mm256_packus_epi32(eight(i), eight(i + 8)), 0xd8));
+    } else {
+        constexpr float kMiddle = 1 << (Bits - 1);
+        const __m256 middle = _mm256_set1_ps(kMiddle);
+        // In the order in which packing two registers, half by half, makes 0 … 7 and 8 … 15 of them.
+        const __m256i values =
+            _mm256_packus_epi32(rounded(_mm256_sub_ps(_mm256_setr_ps(0, 1, 2, 3, 8, 9, 10, 11), middle)),
+                                rounded(_mm256_sub_ps(_mm256_setr_ps(4, 5, 6, 7, 12, 13, 14, 15), middle)));
+        const __m128i few = _mm256_castsi256_si128(values), more = _mm256_extracti128_si256(values, 1);
+        const __m128i byte = _mm_set1_epi16(0xff);
+        const __m128i lower = _mm_packus_epi16(_mm_and_si128(few, byte), _mm_and_si128(more, byte));
+        const __m128i upper = _mm_packus_epi16(_mm_srli_epi16(few, 8), _mm_srli_epi16(more, 8));
+        for (int half = 0; half < 2; half++) {
+            const __m128i codes = spread<Bits>(group, half);
+            const __m128i low = _mm_shuffle_epi8(lower, codes), high = _mm_shuffle_epi8(upper, codes);
+            store(weights + 16 * half, _mm_unpacklo_epi8(low, high));
+            store(weights + 16 * half + 8, _mm_unpackhi_epi8(low, high));
+        }
+    }
+}
+
 #else
 
 template <int Bits>
