@@ -39,7 +39,8 @@ struct RowMajor : Traits {
     // Up to so many activation rows meet one weight row after the other, just as they lie in memory: one thread then
     // streams 28 GB/s with the hardware's own prefetching, where four rows side by side, asked for in software, reach
     // 16. With more activation rows, weight rows side by side share what is loaded of them. Narrow vectors have so many
-    // additions a row, each of which waits for the one before it, that four rows side by side are always quicker.
+    // additions a row, each of which waits for the one before it, that four rows side by side are quicker: on 8 lanes
+    // by 5 to 35 % for 1 and 2 rows of float32.
     static constexpr int64_t kAloneRows = kLanes == 16 ? 2 : 0;
 
     static int64_t padded(int64_t depth) { return round_up(depth, Traits::kStep); }
